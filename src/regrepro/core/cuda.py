@@ -1,8 +1,9 @@
-"""CUDA as the host sees it: mapped host memory, device memory and dma-buf export, by libraries opened at run time.
+"""CUDA as the host sees it, by libraries opened at run time: mapped host memory, device memory, dma-buf export.
 
-Three things can answer: NVIDIA's runtime and driver (`real`), or the stand-in library that ships with regrepro and
-pins host memory without FOLL_LONGTERM (`standin:pin`) or with it (`standin:longterm`). The C core opens all of them
-the same way (`csrc/cuda.c`); a library that is a stand-in says so itself, and `Cuda.stand_in` carries that on.
+Three things can answer: NVIDIA's runtime and driver (`real`), or the stand-in library that ships with regrepro
+and pins host memory without FOLL_LONGTERM (`standin:pin`) or with it (`standin:longterm`). The C core opens all
+of them the same way (`csrc/cuda.c`); a library that is a stand-in says so itself, and `Cuda.stand_in` carries
+that on.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 
 from regrepro._core import ffi, lib
+
 from regrepro.errors import EnvironmentProblem, UsageError
 
 HOST_ALLOC_FLAGS = {"portable": 1, "mapped": 2, "write_combined": 4}
@@ -49,7 +51,8 @@ _EXPLAINED = {
     "load the driver (nvidia-smi shows it) or install a runtime that is not newer than it",
     _NO_DEVICE: "the driver answers, but it shows no GPU to this process; "
     "look at nvidia-smi, CUDA_VISIBLE_DEVICES and the container's device list",
-    _STUB_LIBRARY: "the libcuda that was found is the toolkit's stub; put the driver's own first on the library path",
+    _STUB_LIBRARY: "the libcuda that was found is the toolkit's stub; "
+    "put the driver's own first on the library path",
     _DRIVER_MISMATCH: "the libcuda in user space and the loaded kernel module are of different versions; "
     "reload the module or reboot",
 }
@@ -115,7 +118,7 @@ class Cuda:
     """
 
     def __init__(self, runtime: str, driver: str | None, mode: str) -> None:
-        """Open the libraries. Raises EnvironmentProblem with the loader's own words when one cannot be opened."""
+        """Open the libraries. Raises EnvironmentProblem with the loader's words when one cannot be opened."""
         why = ffi.new("char[]", 512)
         handle = lib.rr_cuda_open(runtime.encode(), driver.encode() if driver else ffi.NULL, why, len(why))
         if handle == ffi.NULL:
@@ -139,7 +142,7 @@ class Cuda:
         self.close()
 
     def close(self) -> None:
-        """Give the libraries back (NVIDIA's stay loaded until the process ends: they do not like to be unloaded)."""
+        """Give the libraries back (NVIDIA's stay loaded until the process ends: unloading them is not safe)."""
         if self._handle is not None:
             ffi.release(self._handle)
             self._handle = None
@@ -172,7 +175,7 @@ class Cuda:
         )
 
     def versions(self) -> dict[str, str | None]:
-        """Return `{"runtime": "12.4", "driver": "12.2"}`: the CUDA versions (not the driver's release number)."""
+        """Return `{"runtime": "12.4", "driver": "12.2"}`: CUDA's, not the driver's release."""
         result: dict[str, str | None] = {}
         for key, function, call in (
             ("runtime", lib.rr_cuda_runtime_version, "cudaRuntimeGetVersion"),
@@ -207,7 +210,7 @@ class Cuda:
         return int(value[0])
 
     def host_alloc(self, length: int, flags: tuple[str, ...] = ("mapped",)) -> int:
-        """`cudaHostAlloc`: return the host address of `length` bytes that CUDA allocated, pinned and mapped."""
+        """`cudaHostAlloc`: return the host address of `length` bytes that CUDA allocated and mapped."""
         address = ffi.new("uint64_t *")
         number = _flags(flags, HOST_ALLOC_FLAGS, "cudaHostAlloc")
         self._check(lib.rr_cuda_host_alloc(self._handle, address, length, number), "cudaHostAlloc")
@@ -272,7 +275,7 @@ class Cuda:
         return int(fd[0])
 
     def pin_alive(self, address: int) -> bool | None:
-        """Is the pin of this host range held? The stand-in knows; NVIDIA's libraries cannot be asked (None)."""
+        """Is the pin of this host range held? The stand-in knows; NVIDIA's cannot be asked (None)."""
         answer = int(lib.rr_cuda_stand_in_alive(self._handle, address))
         return None if answer < 0 else bool(answer)
 
@@ -289,7 +292,7 @@ def _version_key(path: str) -> tuple[int, ...]:
 
 
 def runtime_candidates() -> Iterator[str]:
-    """Places where libcudart lies: what the user says, wheels of this Python, toolkits, then the loader's own search."""
+    """Where libcudart may lie: what the user says, wheels of this Python, toolkits, the loader's own search."""
     chosen = os.environ.get("REGREPRO_LIBCUDART")
     if chosen:
         yield chosen
@@ -369,7 +372,7 @@ def open_cuda(mode: str, gpu: int = 0) -> Cuda | None:
 
 
 def _open_real(gpu: int) -> Cuda:
-    """The first runtime that works with this driver, newest first: a runtime newer than its driver refuses every call."""
+    """Open the newest runtime that works: one that is newer than the driver refuses every call."""
     driver = next(_openable(driver_candidates(), []), None)
     complaints: list[str] = []
     first_error: CudaError | None = None
