@@ -1,9 +1,9 @@
-"""CUDA as the host sees it, by libraries opened at run time: mapped host memory, device memory, dma-buf export.
+"""CUDA as the host sees it, by libraries opened at run time.
 
-Three things can answer: NVIDIA's runtime and driver (`real`), or the stand-in library that ships with regrepro
-and pins host memory without FOLL_LONGTERM (`standin:pin`) or with it (`standin:longterm`). The C core opens all
-of them the same way (`csrc/cuda.c`); a library that is a stand-in says so itself, and `Cuda.stand_in` carries
-that on.
+Mapped host memory, device memory and dma-buf export. Three things can answer: NVIDIA's runtime and driver
+(`real`), or the stand-in library that ships with regrepro and pins host memory without FOLL_LONGTERM
+(`standin:pin`) or with it (`standin:longterm`). The C core opens all of them the same way (`csrc/cuda.c`); a
+library that is a stand-in says so itself, and `Cuda.stand_in` carries that on.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class Cuda:
         self.close()
 
     def close(self) -> None:
-        """Give the libraries back (NVIDIA's stay loaded until the process ends: unloading them is not safe)."""
+        """Give the libraries back (NVIDIA's stay loaded to the end: unloading them is not safe)."""
         if self._handle is not None:
             ffi.release(self._handle)
             self._handle = None
@@ -292,7 +292,7 @@ def _version_key(path: str) -> tuple[int, ...]:
 
 
 def runtime_candidates() -> Iterator[str]:
-    """Where libcudart may lie: what the user says, wheels of this Python, toolkits, the loader's own search."""
+    """Where libcudart may lie: the user's word, wheels of this Python, toolkits, the loader's search."""
     chosen = os.environ.get("REGREPRO_LIBCUDART")
     if chosen:
         yield chosen
