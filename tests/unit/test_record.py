@@ -1,0 +1,203 @@
+"""The record: whole lines, numbers without a gap, whoever dies, and a reader that says what is amiss."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from regrepro.errors import UsageError
+from regrepro.record import FILE_NAME, RecordProblem, RecordWriter, encoded, read_record
+
+HEADER = {"run": {}, "node": {}, "lab": None, "stand_ins": []}
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> RecordWriter:
+    return RecordWriter(tmp_path / FILE_NAME, HEADER)
+
+
+def test_what_is_written_is_read(writer: RecordWriter) -> None:
+    assert writer.event("note", text="first", stand_in=None) == 1
+    assert writer.event("step", name="x", values={"a": [1, 2]}, state=encoded({"pfn": [[0, 5, 1]]})) == 2
+    writer.event("run-end", outcome="finished")
+    record = read_record(writer.path.parent)
+    assert record.header["schema"] == "regrepro.record/1"
+    assert [event["seq"] for event in record.events] == [1, 2, 3]
+    assert record.events[1]["state"] == {"pfn": [[0, 5, 1]]}
+    assert record.problems == []
+    times = [event["t"] for event in record.events]
+    assert times == sorted(times)
+
+
+def test_numpy_values(writer: RecordWriter) -> None:
+    numpy = pytest.importorskip("numpy")
+    writer.event("step", name="x", one=numpy.uint64(2**63), many=numpy.arange(3))
+    assert read_record(writer.path).events[0]["one"] == 2**63
+    assert read_record(writer.path).events[0]["many"] == [0, 1, 2]
+
+
+def test_a_second_record_does_not_overwrite_the_first(writer: RecordWriter) -> None:
+    with pytest.raises(UsageError, match="exists already"):
+        RecordWriter(writer.path, HEADER)
+
+
+def test_many_processes_and_threads_share_the_numbers(writer: RecordWriter) -> None:
+    children = []
+    for child in range(4):
+        pid = os.fork()
+        if pid == 0:
+            for i in range(200):
+                writer.event("step", name="child", child=child, i=i)
+            os._exit(0)
+        children.append(pid)
+    threads = [
+        threading.Thread(target=lambda: [writer.event("step", name="t") for _ in range(100)])
+        for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for pid in children:
+        os.waitpid(pid, 0)
+    writer.event("run-end", outcome="finished")
+    record = read_record(writer.path)
+    assert record.problems == []
+    assert [event["seq"] for event in record.events] == list(range(1, 1002))
+
+
+def test_killed_writers_leave_whole_lines(writer: RecordWriter) -> None:
+    """kill -9 at any moment: every line whole, no number lost or twice, and the next writer goes on."""
+    for round_number in range(40):
+        pid = os.fork()
+        if pid == 0:
+            while True:
+                writer.event("step", name="x", filler="y" * 3000)
+        time.sleep(0.002 + round_number * 0.0002)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        writer.event("note", text="after", stand_in=None)
+    writer.event("run-end", outcome="finished")
+    assert read_record(writer.path).problems == []
+
+
+def test_a_writer_killed_in_the_middle_is_put_right(writer: RecordWriter) -> None:
+    """The two half-done states that a kill can leave, planted: line written but not counted, line cut."""
+    writer.event("note", text="one", stand_in=None)
+    whole, count = writer.path.stat().st_size, writer._shared
+    from regrepro.record import _SHARED
+
+    for left, expected in ((b'{"seq":2,"t":1.0,"event":"step","name":"a"}\n', 3), (b'{"seq":4,"t', 4)):
+        before = writer.path.stat().st_size
+        with writer.path.open("ab") as file:
+            file.write(left)
+        _SHARED.pack_into(count, 0, expected - (2 if left.endswith(b"\n") else 1), before, 1)
+        assert writer.event("note", text="next", stand_in=None) == expected
+    assert whole < writer.path.stat().st_size
+    assert [event["seq"] for event in read_record(writer.path).events] == [1, 2, 3, 4]
+
+
+def test_a_full_disk_leaves_no_partial_line(tmp_path: Path) -> None:
+    """RLIMIT_FSIZE makes the kernel cut a write as a full disk does: partly written, then an error."""
+    path = tmp_path / FILE_NAME
+    pid = os.fork()
+    if pid == 0:
+        try:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            writer = RecordWriter(path, HEADER)
+            limit = path.stat().st_size + 500
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+            writer.event("note", text="fits", stand_in=None)
+            try:
+                writer.event("note", text="x" * 5000, stand_in=None)
+            except RecordProblem as problem:
+                assert "cannot write" in str(problem)
+                writer.event("note", text="fits too", stand_in=None)
+                os._exit(0)
+            os._exit(3)
+        except BaseException:
+            os._exit(4)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    record = read_record(path)
+    assert [event["text"] for event in record.events] == ["fits", "fits too"]
+    assert [event["seq"] for event in record.events] == [1, 2]
+    assert path.read_bytes().endswith(b"\n")
+
+
+def test_no_space_is_said_in_words() -> None:
+    writer = object.__new__(RecordWriter)
+    writer.path = Path("/dev/full")
+    writer._fd = os.open("/dev/full", os.O_WRONLY)
+    try:
+        with pytest.raises(RecordProblem, match=r"cannot write /dev/full: No space left.*make room"):
+            writer._write_line(b"{}\n", 0)
+    finally:
+        os.close(writer._fd)
+
+
+def test_cannot_be_made(tmp_path: Path) -> None:
+    with pytest.raises(RecordProblem, match="--out"):
+        RecordWriter(tmp_path / "missing" / FILE_NAME, HEADER)
+
+
+def test_a_cut_record_is_read_up_to_the_cut(writer: RecordWriter) -> None:
+    for i in range(3):
+        writer.event("step", name="x", i=i)
+    data = writer.path.read_bytes()
+    lines = data.split(b"\n")
+    for cut in range(len(lines[0]) + 2, len(data)):
+        writer.path.write_bytes(data[:cut])
+        record = read_record(writer.path)
+        whole = data[:cut].count(b"\n") - 1
+        assert [event["i"] for event in record.events] == list(range(whole))
+        assert any("is cut" in problem for problem in record.problems) == (data[cut - 1 : cut] != b"\n")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "it is empty"),
+        (b'{"schema": "regrepro', "first line is cut"),
+        (b"hello\n", "first line is no header"),
+        (b"[1]\n", "first line is no header"),
+        (b"\xff\xfe\n", "first line is no header"),
+        (b'{"schema": "regrepro.record/9", "version": "7.0"}\n', "regrepro.record/9"),
+    ],
+)
+def test_what_is_no_record(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / FILE_NAME).write_bytes(content)
+    with pytest.raises(UsageError, match=message):
+        read_record(tmp_path)
+
+
+def test_where_there_is_no_record(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="holds no record"):
+        read_record(tmp_path)
+    with pytest.raises(UsageError, match="does not exist"):
+        read_record(tmp_path / "nothing")
+
+
+def test_damage_in_the_middle_is_told(writer: RecordWriter) -> None:
+    for i in range(4):
+        writer.event("step", name="x", i=i)
+    lines = writer.path.read_bytes().split(b"\n")
+    lines[2] = b"\x00garbage"
+    del lines[3]
+    writer.path.write_bytes(b"\n".join(lines))
+    record = read_record(writer.path)
+    assert [event["i"] for event in record.events] == [0, 3]
+    assert any("line 3 is no event" in problem for problem in record.problems)
+    assert any("lines are missing" in problem for problem in record.problems)
+
+
+def test_unknown_keys_are_kept(writer: RecordWriter) -> None:
+    writer.event("of-the-future", colour="blue")
+    assert read_record(writer.path).events[0]["colour"] == "blue"
+    assert json.loads(writer.path.read_text().splitlines()[1])["event"] == "of-the-future"
