@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import Extension, setup
 from setuptools.command.build_py import build_py
 
 
@@ -23,4 +23,18 @@ class BuildWithScenarios(build_py):
             shutil.copyfile(file, target)
 
 
-setup(cffi_modules=["csrc/build_core.py:ffi"], cmdclass={"build_py": BuildWithScenarios})
+# Not a Python module but a plain shared library, opened by the C core as it opens NVIDIA's: see csrc/cuda.c.
+STAND_IN = Extension(
+    "regrepro._standin",
+    sources=["csrc/standin/standin.c", "csrc/pin.c", "csrc/iouring.c", "csrc/memory.c"],
+    depends=["csrc/pin.h", "csrc/iouring.h", "csrc/memory.h"],
+    extra_compile_args=["-std=gnu11", "-O2", "-Wall", "-Wextra", "-fvisibility=hidden"],
+    libraries=["pthread"],
+    py_limited_api=True,
+)
+
+setup(
+    cffi_modules=["csrc/build_core.py:ffi"],
+    ext_modules=[STAND_IN],
+    cmdclass={"build_py": BuildWithScenarios},
+)

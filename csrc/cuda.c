@@ -58,6 +58,7 @@ struct rr_cuda {
 	const char *(*stand_in_name)(void);
 	int (*stand_in_contract)(int longterm);
 	int (*stand_in_alive)(void *host);
+	int (*stand_in_errno)(void);
 
 	const char *(*get_error_name)(int error);
 	const char *(*get_error_string)(int error);
@@ -101,6 +102,7 @@ static const struct entry_point runtime_entries[] = {
 	ENTRY("regrepro_standin_name", stand_in_name),
 	ENTRY("regrepro_standin_contract", stand_in_contract),
 	ENTRY("regrepro_standin_alive", stand_in_alive),
+	ENTRY("regrepro_standin_errno", stand_in_errno),
 	ENTRY("cudaGetErrorName", get_error_name),
 	ENTRY("cudaGetErrorString", get_error_string),
 	ENTRY("cudaRuntimeGetVersion", runtime_get_version),
@@ -205,6 +207,11 @@ int rr_cuda_stand_in_contract(struct rr_cuda *cuda, int longterm)
 int rr_cuda_stand_in_alive(struct rr_cuda *cuda, uint64_t address)
 {
 	return cuda->stand_in_alive ? cuda->stand_in_alive((void *)(uintptr_t)address) : -ENOSYS;
+}
+
+int rr_cuda_stand_in_errno(struct rr_cuda *cuda)
+{
+	return cuda->stand_in_errno ? cuda->stand_in_errno() : -ENOSYS;
 }
 
 const char *rr_cuda_error_name(struct rr_cuda *cuda, int error)

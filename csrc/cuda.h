@@ -39,6 +39,8 @@ const char *rr_cuda_stand_in(struct rr_cuda *cuda);
 int rr_cuda_stand_in_contract(struct rr_cuda *cuda, int longterm);
 /* Is the stand-in's pin of this host range held at this moment: 1, 0, or a negative errno. */
 int rr_cuda_stand_in_alive(struct rr_cuda *cuda, uint64_t address);
+/* errno behind the stand-in's last failure in this thread; -ENOSYS on the real library, which does not tell. */
+int rr_cuda_stand_in_errno(struct rr_cuda *cuda);
 
 const char *rr_cuda_error_name(struct rr_cuda *cuda, int error);
 const char *rr_cuda_error_string(struct rr_cuda *cuda, int error);

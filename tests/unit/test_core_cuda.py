@@ -122,3 +122,43 @@ def test_unknown_mode_and_flag_are_usage_errors() -> None:
 
 def test_none_is_none() -> None:
     assert room.open_cuda("none") is None
+
+
+@pytest.fixture
+def stand_in() -> Any:
+    if room.stand_in_library() is None:
+        pytest.fail("the stand-in library was not built with the package")
+    with room.open_cuda("standin:longterm") or pytest.fail("no stand-in") as opened:
+        yield opened
+
+
+def test_the_stand_in_says_what_it_is(stand_in: room.Cuda) -> None:
+    assert stand_in.stand_in == "standin:longterm"
+    assert stand_in.owner == "standin:longterm"
+    assert stand_in.versions() == {"runtime": None, "driver": None}
+
+
+def test_the_stand_in_knows_device_memory_from_host_memory(stand_in: room.Cuda) -> None:
+    device = stand_in.malloc(10000)
+    assert stand_in.pointer_attributes(device + 5000).type == "device"
+    assert stand_in.pointer_attributes(id(stand_in)).type == "unregistered"
+    with pytest.raises(room.CudaError, match="cudaErrorHostMemoryNotRegistered"):
+        stand_in.host_unregister(device)
+    stand_in.free(device)
+    assert stand_in.pointer_attributes(device).type == "unregistered"
+    with pytest.raises(room.CudaError, match="cudaErrorInvalidValue"):
+        stand_in.free(device)
+
+
+@pytest.mark.parametrize("length", [0, 2**64 - 1])
+def test_the_stand_in_refuses_absurd_lengths(stand_in: room.Cuda, length: int) -> None:
+    with pytest.raises(room.CudaError, match="cudaErrorInvalidValue"):
+        stand_in.host_alloc(length)
+    with pytest.raises(room.CudaError, match="cudaErrorInvalidValue"):
+        stand_in.malloc(length)
+
+
+def test_the_stand_in_refuses_what_is_not_mapped_and_tells_the_errno(stand_in: room.Cuda) -> None:
+    with pytest.raises(room.CudaError, match="cudaErrorOperatingSystem") as caught:
+        stand_in.host_register(0x1000, 4096)
+    assert caught.value.errno is not None

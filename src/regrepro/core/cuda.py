@@ -8,6 +8,7 @@ library that is a stand-in says so itself, and `Cuda.stand_in` carries that on.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import sys
@@ -59,17 +60,25 @@ _EXPLAINED = {
 
 
 class CudaError(Exception):
-    """A CUDA call failed. `code` is CUDA's own number, `name` its own name, `call` the entry point."""
+    """A CUDA call failed. `code` is CUDA's own number, `name` its own name, `call` the entry point.
 
-    def __init__(self, call: str, code: int, name: str, text: str = "") -> None:
+    `errno` is the system call's errno behind it where that is known (the stand-in tells it), else None.
+    """
+
+    def __init__(
+        self, call: str, code: int, name: str, text: str = "", errno_value: int | None = None
+    ) -> None:
         self.call = call
         self.code = code
         self.name = name
         self.text = text
+        self.errno = errno_value
         explained = _EXPLAINED.get(code) if code > 0 else None
         line = f"{call}: {name}"
         if text:
             line += f", {text}"
+        if errno_value:
+            line += f" ({os.strerror(errno_value)})"
         if explained:
             line += f" ({explained})"
         super().__init__(line)
@@ -153,26 +162,27 @@ class Cuda:
         return self.stand_in or "cuda"
 
     def _check(self, result: int, call: str) -> None:
+        """Raise CudaError for a result that is not 0: CUDA's own error, or a negative errno of the C core."""
         if result == 0:
             return
+        of_driver = call.startswith("cu") and call[2].isupper()
+        if result == -errno.ENOSYS:
+            library = (self.driver_path or "no driver library") if of_driver else self.runtime_path
+            raise CudaError(
+                call, result, "ENOSYS", f"{library} has no such entry point; it is too old or missing"
+            )
         if result < 0:
-            if result == -38:  # ENOSYS: looked up, not there
-                library = (
-                    self.driver_path or "no driver library"
-                    if call.startswith("cu") and call[2].isupper()
-                    else self.runtime_path
-                )
-                raise CudaError(
-                    call, result, "ENOSYS", f"{library} has no such entry point; it is too old or missing"
-                )
-            raise CudaError(call, result, os.strerror(-result))
-        if call.startswith("cu") and call[2].isupper():
+            raise CudaError(
+                call, result, errno.errorcode.get(-result, str(result)), os.strerror(-result), -result
+            )
+        cause = int(lib.rr_cuda_stand_in_errno(self._handle))
+        known = cause if cause > 0 else None
+        if of_driver:
             name = _text(lib.rr_cu_error_name(self._handle, result))
-            raise CudaError(call, result, name or f"CUresult {result}")
+            raise CudaError(call, result, name or f"CUresult {result}", errno_value=known)
         name = _text(lib.rr_cuda_error_name(self._handle, result))
-        raise CudaError(
-            call, result, name or f"cudaError {result}", _text(lib.rr_cuda_error_string(self._handle, result))
-        )
+        text = _text(lib.rr_cuda_error_string(self._handle, result))
+        raise CudaError(call, result, name or f"cudaError {result}", text, known)
 
     def versions(self) -> dict[str, str | None]:
         """Return `{"runtime": "12.4", "driver": "12.2"}`: CUDA's, not the driver's release."""
