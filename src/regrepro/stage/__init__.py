@@ -1,0 +1,466 @@
+"""The stage: what a scenario's body calls. Memory, pins and registrations, each step recorded when it
+happens.
+
+A step that the kernel refuses is data: it goes into the record with its errno, the object that it returns is
+false, and the body goes on. Only a precondition that is not met (`Unmet`) or a mistake in the body ends a
+pass.
+"""
+
+from __future__ import annotations
+
+import errno as errno_numbers
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, TypeVar
+
+from regrepro.errors import Unmet, UsageError
+from regrepro.record import Encoded, RecordWriter, encoded
+from regrepro.scenario import Change
+from regrepro.stage import buffers, pins
+from regrepro.stage.backend import PAGE_SIZE, PIN_OWNERS, Backend, HeldPin, PageState, Tracer, join
+from regrepro.stage.buffers import BACKINGS, Buffer, Place
+from regrepro.stage.pins import Pin
+from regrepro.stage.registrations import Registration
+
+__all__ = ["Buffer", "Pin", "Registration", "Stage"]
+
+_Result = TypeVar("_Result")
+
+# Above this many pages, reference counts are read only where they can say something: a pin is held, or a
+# refusal.
+_ALWAYS_COUNT_PAGES = 1024
+
+# A harness' own pin that the kernel does not offer at all: nothing was learnt of the bug.
+_NOT_OFFERED = {
+    "ENOSYS": "use a kernel with CONFIG_CROSS_MEMORY_ATTACH, CONFIG_USERFAULTFD and CONFIG_IO_URING",
+    "EPERM": "run as root, or set vm.unprivileged_userfaultfd=1 and kernel.io_uring_disabled=0",
+    "EACCES": "run as root",
+}
+
+
+def errno_name(error: OSError) -> str:
+    """Return the name of an error's number, such as `ENOMEM`."""
+    number = error.errno or 0
+    return errno_numbers.errorcode.get(number, f"E{number}")
+
+
+class Stage:
+    """One pass through a scenario's body. Made by the runner, in the process of the pass."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        writer: RecordWriter,
+        *,
+        scenario: str,
+        variant: str = "default",
+        control: str | None = None,
+        change: Change | None = None,
+        tracer: Tracer | None = None,
+        trace_status: dict[str, Any] | None = None,
+    ) -> None:
+        self.backend = backend
+        self.page_size = PAGE_SIZE
+        self._writer = writer
+        self._labels = {"scenario": scenario, "variant": variant, "control": control}
+        self._change = change
+        self._tracer = tracer
+        # What stands in the place of a trace where there is no tracer.
+        self._no_trace = trace_status or {"status": "off", "why": "no trace was asked for"}
+        self._buffers: list[Buffer] = []
+        self._pins: list[Pin] = []
+        self._registrations: list[Registration] = []
+        self._count = {"buffer": 0, "pin": 0, "registration": 0}
+        self._last_state: dict[int, tuple[Any, Encoded]] = {}
+
+    # What a body calls
+
+    def buffer(
+        self,
+        *,
+        pages: int | None = None,
+        length: int | None = None,
+        place: Place = "any",
+        backing: str = "anonymous",
+    ) -> Buffer:
+        """Make a buffer of `pages` pages or `length` bytes (rounded up to pages), populated and filled.
+
+        `place`: `unpinnable`, `ordinary`, `any`, or `{"unpinnable": [3]}` (page 3, the others ordinary).
+        `backing`: anonymous, thp, memfd, shm, hugetlb or file. On a node that provably has no unpinnable
+        memory the pages are ordinary ones. Raises `Unmet` where the pages cannot be placed.
+        """
+        if (pages is None) == (length is None):
+            raise UsageError("buffer() needs either pages or length", hint="write stage.buffer(pages=8)")
+        size = pages * PAGE_SIZE if pages is not None else -(-(length or 0) // PAGE_SIZE) * PAGE_SIZE
+        if size <= 0:
+            raise UsageError("a buffer has at least one page", hint="write stage.buffer(pages=8)")
+        if backing not in BACKINGS:
+            raise UsageError(f"backing={backing!r} is not known", hint=f"one of {', '.join(BACKINGS)}")
+        asked: Place = place
+        if self._change is not None and self._change.variable == "place" and place != "any":
+            asked = self._change.value
+        number = self._next("buffer")
+        try:
+            memory, placed, facts = buffers.make(self.backend, size, asked, backing, fill=number)
+        except OSError as error:
+            raise Unmet(
+                "memory",
+                f"{size} bytes of {backing} memory: {errno_name(error)}, {error.strerror or error}",
+                "free memory on this machine, or see what this backing needs",
+            ) from None
+        made = Buffer(self, number, memory, backing, placed)
+        self._buffers.append(made)
+        state = self._look(made, counts=True)
+        self._event(
+            "buffer",
+            buffer=number,
+            address=made.address,
+            length=made.length,
+            page_size=PAGE_SIZE,
+            backing=backing,
+            owner="host",
+            place=asked if isinstance(asked, str) else {key: list(value) for key, value in asked.items()},
+            placed=placed,
+            vma=memory.vma(),
+            stand_in=None,
+            **({"search": facts} if facts else {}),
+            **self._pages("pages", made, state),
+        )
+        self._note_fresh_pages(made, state)
+        return made
+
+    def pin(self, buffer: Buffer, kind: str | None = None, *, pages: Sequence[int] | None = None) -> Pin:
+        """Pin a buffer, or some of its pages. True while it is held.
+
+        `kind`: `pin` (FOLL_PIN without FOLL_LONGTERM, as NVIDIA's older drivers do), `get` (FOLL_GET),
+        `longterm` (FOLL_PIN with FOLL_LONGTERM, as fixed drivers do) or `none`; left out, the pin of this
+        run.
+        """
+        default, owner = self.backend.default_pin()
+        wanted = kind or default
+        if wanted not in pins.KINDS:
+            raise UsageError(f"kind={wanted!r} is not known", hint=f"one of {', '.join(pins.KINDS)}")
+        if self._change is not None and self._change.variable == "pin":
+            wanted = self._change.value
+        if wanted == "none":
+            owner = "none"
+        elif kind is not None or wanted != default:
+            owner = PIN_OWNERS[wanted]
+        ranges = pins.ranges_of(pages, buffer)
+        made = Pin(self, self._next("pin"), buffer, wanted, owner)
+        where: dict[str, Any] = {"offset": ranges[0][0], "length": ranges[0][1]}
+        if pages is not None:
+            where = {"ranges": [list(item) for item in ranges]}
+        if wanted == "none":
+            state = self._look(buffer, counts=True)
+            self._event(
+                "pin",
+                pin=made.id,
+                buffer=buffer.id,
+                kind="none",
+                owner="none",
+                api=None,
+                errno=None,
+                trace=None,
+                stand_in=None,
+                **where,
+                **self._pages("before", buffer, state),
+                **self._pages("after", buffer, state),
+            )
+            return made
+        before = self._look(buffer, counts=True)
+        checksum = buffer.checksum()
+        held: list[HeldPin] = []
+
+        def take() -> None:
+            for offset, length in ranges:
+                held.append(self.backend.hold(wanted, buffer.address + offset, length))
+
+        error, trace, seconds = self._call(take)
+        api = held[0].api if held else None
+        if error is not None:
+            pins.abandon(held)
+            made.errno = errno_name(error)
+        made._held = held
+        after = self._look(buffer, counts=True)
+        if held:
+            self._pins.append(made)
+        self._event(
+            "pin",
+            pin=made.id,
+            buffer=buffer.id,
+            kind=wanted,
+            owner=owner,
+            api=api,
+            errno=made.errno,
+            **({"message": error.strerror or str(error)} if error is not None else {}),
+            seconds=seconds,
+            checksum=checksum,
+            trace=trace,
+            stand_in=owner if owner != "cuda" else None,
+            **where,
+            **self._pages("before", buffer, before),
+            **self._pages("after", buffer, after),
+        )
+        if made.errno in _NOT_OFFERED and owner in PIN_OWNERS.values():
+            raise Unmet(
+                f"a pin by {owner}", str(error.strerror or error) if error else "", _NOT_OFFERED[made.errno]
+            )
+        return made
+
+    def register(
+        self,
+        buffer: Buffer,
+        verb: str | None = None,
+        *,
+        access: Sequence[str] | None = None,
+        offset: int = 0,
+        length: int | None = None,
+        iova: int | None = None,
+        address: int | None = None,
+        fd: int | None = None,
+    ) -> Registration:
+        """Register a buffer, or `length` bytes of it from `offset` on. Never raises for an errno.
+
+        `verb`: ibv_reg_mr_iova2 (the default with an RDMA device), ibv_reg_mr, ibv_reg_dmabuf_mr (with `fd`),
+        pyverbs.MR, or io_uring_register_buffers (where there is no device). `access`: names of verbs' flags
+        without IBV_ACCESS_; NCCL's by default. `iova` is the address by default. `address` registers another
+        address than the buffer's own.
+        """
+        registrar = self.backend.registrar()
+        if verb is None or (registrar.stand_in == "io-uring" and verb == "ibv_reg_mr_iova2"):
+            verb = registrar.verb
+        if verb not in registrar.verbs:
+            raise Unmet(
+                "rdma" if registrar.device == "io_uring" else "verb",
+                f"{registrar.device} does not register by {verb}",
+                f"it knows {', '.join(registrar.verbs)}",
+            )
+        flags = tuple(access) if access is not None else registrar.default_access
+        start = address if address is not None else buffer.address + offset
+        size = length if length is not None else buffer.length - offset
+        target = iova if iova is not None else start
+        made = Registration(self, self._next("registration"), buffer, verb=verb, address=start, length=size)
+        held = [pin for pin in self._pins if pin]
+        counts = bool(held) or buffer.pages <= _ALWAYS_COUNT_PAGES
+        before = self._look(buffer, counts)
+        alive_before = [pin.alive() for pin in held]
+
+        def call() -> None:
+            made._region = registrar.register(verb, start, size, iova=target, access=flags, fd=fd)
+
+        error, trace, seconds = self._call(call)
+        alive_after = [pin.alive() for pin in held]
+        if error is not None:
+            made.errno = errno_name(error)
+        else:
+            self._registrations.append(made)
+        after = self._look(buffer, counts or error is not None)
+        self._event(
+            "register",
+            registration=made.id,
+            buffer=buffer.id,
+            verb=verb,
+            device=registrar.device,
+            address=start,
+            length=size,
+            iova=target,
+            access=flags,
+            errno=made.errno,
+            lkey=made.lkey,
+            rkey=made.rkey,
+            seconds=seconds,
+            pins=[
+                {"pin": pin.id, "alive_before": was, "alive_after": still}
+                for pin, was, still in zip(held, alive_before, alive_after, strict=True)
+            ],
+            trace=trace,
+            stand_in=registrar.stand_in,
+            **self._pages("before", buffer, before),
+            **self._pages("after", buffer, after),
+        )
+        return made
+
+    def release(self, pin: Pin) -> None:
+        """Release a pin without a byte of the buffer changed. The same as `pin.release()`."""
+        if pin not in self._pins:
+            return
+        self._pins.remove(pin)
+        was_alive = pin.alive()
+        checksum_before = pin.buffer.checksum()
+        error = pins.let_go(pin._held)
+        checksum_after = pin.buffer.checksum()
+        self._event(
+            "release",
+            pin=pin.id,
+            errno=errno_name(error) if error is not None else None,
+            checksum_before=checksum_before,
+            checksum_after=checksum_after,
+            was_alive=was_alive,
+            **self._pages("after", pin.buffer, self._look(pin.buffer, counts=True)),
+        )
+
+    def deregister(self, registration: Registration) -> None:
+        """Deregister. The same as `registration.deregister()`."""
+        region, registration._region = registration._region, None
+        if region is None:
+            return
+        self._registrations.remove(registration)
+        errno = None
+        try:
+            region.deregister()
+        except OSError as error:
+            errno = errno_name(error)
+        self._event("deregister", registration=registration.id, errno=errno)
+
+    def transfer(self, registration: Registration, opcode: str = "RDMA_WRITE") -> bool:
+        """Move the registration's bytes over a queue pair in loopback to other memory, and compare them.
+
+        `opcode`: RDMA_WRITE or RDMA_READ. Returns whether they arrived intact. Raises `Unmet` without an RDMA
+        device.
+        """
+        if opcode not in ("RDMA_WRITE", "RDMA_READ"):
+            raise UsageError(f"opcode={opcode!r} is not known", hint="RDMA_WRITE or RDMA_READ")
+        if registration._region is None:
+            raise UsageError("transfer() needs a registration that succeeded", hint="test it by `if`")
+        registrar = self.backend.registrar()
+        size = -(-registration.length // PAGE_SIZE) * PAGE_SIZE
+        scratch = self.backend.allocate(size, "anonymous")
+        errno, intact = None, False
+        try:
+            scratch.populate()
+            target = registrar.register(
+                registrar.verb,
+                scratch.address,
+                size,
+                iova=scratch.address,
+                access=registrar.default_access,
+                fd=None,
+            )
+            try:
+                registrar.transfer(registration._region, target, registration.length, opcode)
+                intact = self.backend.view(registration.address, registration.length) == self.backend.view(
+                    scratch.address, registration.length
+                )
+            finally:
+                target.deregister()
+        except OSError as error:
+            errno = errno_name(error)
+        finally:
+            scratch.close()
+        self._event(
+            "transfer",
+            registration=registration.id,
+            opcode=opcode,
+            bytes=registration.length,
+            errno=errno,
+            intact=intact,
+        )
+        return intact
+
+    def look(self, buffer: Buffer) -> PageState | None:
+        """Read and record where a buffer's pages lie now; None where that cannot be read."""
+        state = self._look(buffer, counts=True)
+        self._event("step", name="look", buffer=buffer.id, **self._pages("pages", buffer, state))
+        return state
+
+    def note(self, text: str) -> None:
+        """Record something worth telling a person."""
+        self._event("note", text=" ".join(str(text).split()), stand_in=None)
+
+    def step(self, name: str, **keys: Any) -> None:
+        """Record anything else that the body does, with what it saw."""
+        taken = sorted({"seq", "t", "event", "scenario", "variant", "control"} & set(keys))
+        if taken:
+            raise UsageError(f"step() cannot take the key {taken[0]!r}", hint="the record has it already")
+        self._event("step", name=name, **keys)
+
+    def unmet(self, need: str, why: str, how: str) -> NoReturn:
+        """End the pass: a precondition is not met. `how` says how to meet it."""
+        raise Unmet(need, why, how)
+
+    # What the runner calls
+
+    def finish(self) -> None:
+        """Deregister, release and free what the body left, and record it."""
+        for registration in list(self._registrations):
+            self.deregister(registration)
+        for pin in list(self._pins):
+            self.release(pin)
+        for buffer in list(self._buffers):
+            self._free(buffer)
+        self.backend.close()
+
+    # Within
+
+    def _event(self, event: str, /, **keys: Any) -> int:
+        return self._writer.event(event, **self._labels, **keys)
+
+    def _next(self, what: str) -> int:
+        self._count[what] += 1
+        return self._count[what]
+
+    def _free(self, buffer: Buffer) -> None:
+        if buffer.freed:
+            return
+        for pin in [pin for pin in self._pins if pin.buffer is buffer]:
+            self.release(pin)
+        buffer.freed = True
+        self._buffers.remove(buffer)
+        self._last_state.pop(buffer.id, None)
+        buffer._memory.close()
+        self._event("free", buffer=buffer.id)
+
+    def _call(self, call: Callable[[], None]) -> tuple[OSError | None, Any, float]:
+        """Make one call of ours into the kernel: its refusal, the kernel's trace of it, and its seconds."""
+        token = self._tracer.begin() if self._tracer is not None else None
+        refusal: OSError | None = None
+        start = time.perf_counter()
+        try:
+            call()
+        except OSError as error:
+            refusal = error
+        seconds = time.perf_counter() - start
+        trace = self._tracer.end(token) if self._tracer is not None else self._no_trace
+        return refusal, trace, round(seconds, 9)
+
+    def _look(self, buffer: Buffer, counts: bool) -> PageState | None:
+        return self.backend.snapshot(buffer.address, buffer.length, counts)
+
+    def _pages(self, key: str, buffer: Buffer, state: PageState | None) -> dict[str, Any]:
+        """Return a page state as keys of an event."""
+        if state is None or state.pfn is None:
+            why = join(state.problems) if state is not None else "no map of this node's memory could be read"
+            return {key: None, "pages_unknown": why or "the pages could not be read"}
+        # Before and after are the same more often than not: encode equal states once.
+        last = self._last_state.get(buffer.id)
+        if last is not None and _same(last[0], state):
+            return {key: last[1]}
+        text = encoded(state.as_record())
+        self._last_state[buffer.id] = (state, text)
+        return {key: text}
+
+    def _note_fresh_pages(self, buffer: Buffer, state: PageState | None) -> None:
+        """Say so where fresh pages bear a reference of the kernel's own: it is nobody's pin."""
+        refcount, mapcount = getattr(state, "refcount", None), getattr(state, "mapcount", None)
+        if refcount is None or mapcount is None or buffer.backing != "anonymous":
+            return
+        fresh = int(((refcount == 2) & (mapcount == 1)).sum())
+        if fresh:
+            self.note(
+                f"{fresh} of {buffer.pages} pages of buffer {buffer.id} have a reference count of 2: "
+                "freshly touched pages wait in a per-CPU LRU batch, which the kernel drains before it "
+                "pins or moves them"
+            )
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Return whether two page states hold the same, array by array."""
+    for name in ("pfn", "place", "refcount", "mapcount", "pincount", "node"):
+        a, b = getattr(one, name, None), getattr(other, name, None)
+        if a is None or b is None:
+            if a is not b:
+                return False
+        elif a is not b and (len(a) != len(b) or not (a == b).all()):
+            return False
+    return list(one.problems) == list(other.problems)

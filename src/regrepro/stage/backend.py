@@ -1,0 +1,294 @@
+"""What the stage stands on: the C core and the kernel's view, behind one seam that tests replace."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+from regrepro.errors import RegreproError, Unmet
+from regrepro.options import RunOptions
+
+PAGE_SIZE = os.sysconf("SC_PAGE_SIZE")
+
+ORDINARY = 0
+UNPINNABLE = (1, 2, 3)
+"""Codes of `kernel.memorymap`: CMA, isolate, movable zone. 254 is unknown, 255 absent."""
+
+
+class Range(Protocol):
+    """A mapped range of memory (`core.memory.Range`)."""
+
+    address: int
+    length: int
+
+    def populate(self, threads: int = 1) -> Any: ...
+    def fill(self, seed: int) -> Any: ...
+    def checksum(self) -> int: ...
+    def vma(self) -> str: ...
+    def close(self) -> Any: ...
+
+
+class HeldPin(Protocol):
+    """A pin that is held until released (`core.pins.HeldPin`, or CUDA's)."""
+
+    owner: str
+    api: str
+
+    def alive(self) -> bool: ...
+    def release(self) -> Any: ...
+
+
+class MemoryRegion(Protocol):
+    """A registration that succeeded."""
+
+    lkey: int | None
+    rkey: int | None
+
+    def deregister(self) -> None: ...
+
+
+class Registrar(Protocol):
+    """Registers memory: an RDMA device's verbs, or io_uring. A refusal is an `OSError` with the errno."""
+
+    device: str
+    verb: str
+    verbs: tuple[str, ...]
+    stand_in: str | None
+    default_access: tuple[str, ...]
+
+    def register(
+        self, verb: str, address: int, length: int, *, iova: int, access: tuple[str, ...], fd: int | None
+    ) -> MemoryRegion: ...
+    def transfer(self, source: MemoryRegion, target: MemoryRegion, length: int, opcode: str) -> None: ...
+    def close(self) -> None: ...
+
+
+class PageState(Protocol):
+    """The pages of a range at one moment (`kernel.pagestate.PageState`); arrays, one item a page."""
+
+    pfn: Any
+    place: Any
+    problems: list[str]
+
+    def as_record(self) -> dict[str, Any]: ...
+
+
+class MemoryMap(Protocol):
+    """The node's memory (`kernel.memorymap.MemoryMap`)."""
+
+    complete: bool
+    has_unpinnable: bool | None
+    problems: list[str]
+
+    def as_record(self) -> dict[str, Any]: ...
+
+
+class Tracer(Protocol):
+    """The kernel's own trace (`kernel.trace.Tracer`)."""
+
+    def status(self) -> tuple[bool, str]: ...
+    def arm(self) -> None: ...
+    def follow(self, pid: int) -> None: ...
+    def begin(self) -> Any: ...
+    def end(self, token: Any) -> dict[str, Any]: ...
+    def disarm(self) -> None: ...
+
+
+class Backend(Protocol):
+    """All that the stage asks of the machine."""
+
+    options: RunOptions
+    memory_map: MemoryMap | None
+    in_lab: bool
+
+    def allocate(self, length: int, backing: str) -> Range: ...
+    def reserve(self, length: int) -> Range: ...
+    def gather(self, sources: Any, target: int) -> None: ...
+    def view(self, address: int, length: int) -> memoryview: ...
+    def snapshot(self, address: int, length: int, counts: bool) -> PageState | None: ...
+    def hold(self, kind: str, address: int, length: int) -> HeldPin: ...
+    def default_pin(self) -> tuple[str, str]: ...
+    def registrar(self) -> Registrar: ...
+    def available_memory(self) -> int: ...
+    def zones(self) -> list[Zone]: ...
+    def node_cpus(self, node: int) -> set[int]: ...
+    def close(self) -> None: ...
+
+
+class Zone:
+    """One zone of /proc/zoneinfo; all counts are in pages."""
+
+    __slots__ = ("free", "free_cma", "low", "managed", "name", "node", "present")
+
+    def __init__(self, node: int, name: str) -> None:
+        self.node = node
+        self.name = name
+        self.free = self.free_cma = self.low = self.managed = self.present = 0
+
+
+def parse_zoneinfo(text: str) -> list[Zone]:
+    """Return the zones of /proc/zoneinfo. `free_cma` is 0 where the kernel prints none (no CONFIG_CMA)."""
+    zones: list[Zone] = []
+    names = {"low": "low", "present": "present", "managed": "managed", "nr_free_cma": "free_cma"}
+    for line in text.splitlines():
+        head = re.match(r"Node (\d+), zone +(\S+)", line)
+        if head:
+            zones.append(Zone(int(head[1]), head[2]))
+            continue
+        words = line.split()
+        if not zones or len(words) < 2:
+            continue
+        if words[:2] == ["pages", "free"]:
+            zones[-1].free = int(words[2])
+        elif words[0] in names and words[1].isdigit():
+            setattr(zones[-1], names[words[0]], int(words[1]))
+    return zones
+
+
+def parse_cpu_list(text: str) -> set[int]:
+    """Return the CPUs of a list as the kernel prints it: `0-3,8`."""
+    cpus: set[int] = set()
+    for part in text.strip().split(","):
+        first, _, last = part.partition("-")
+        if first:
+            cpus.update(range(int(first), int(last or first) + 1))
+    return cpus
+
+
+PIN_OWNERS = {"pin": "process-vm", "get": "vmsplice", "longterm": "io-uring"}
+"""Who holds a pin of each kind where CUDA does not; all three stand in for a driver."""
+
+
+class System:
+    """The real backend. Made in the parent; what a pass opens, it opens itself, in its own process."""
+
+    def __init__(self, options: RunOptions, memory_map: MemoryMap | None, *, in_lab: bool = False) -> None:
+        self.options = options
+        self.memory_map = memory_map
+        self.in_lab = in_lab
+        self._reader: Any = None
+        self._registrar: Registrar | None = None
+
+    def allocate(self, length: int, backing: str) -> Range:
+        """Map memory of the given backing; nothing is touched. Raises OSError, `Unmet`."""
+        from regrepro.core.memory import Range as Memory
+
+        if backing == "anonymous":
+            return Memory.anonymous(length, huge=False)
+        if backing == "thp":
+            return Memory.anonymous(length, huge=True)
+        if backing == "memfd":
+            return Memory.memfd(length)
+        if backing == "shm":
+            return Memory.shm(length)
+        if backing == "hugetlb":
+            return Memory.hugetlb(length, default_huge_page_size())
+        if backing == "file":
+            return self._file(length)
+        raise AssertionError(backing)
+
+    def _file(self, length: int) -> Range:
+        """Map a file of a real file system, which has no name any more, so that none stays behind."""
+        import tempfile
+
+        from regrepro.core.memory import Range as Memory
+
+        with tempfile.NamedTemporaryFile(prefix="regrepro-", dir="/var/tmp") as file:
+            return Memory.file(file.name, length)
+
+    def reserve(self, length: int) -> Range:
+        """Reserve addresses for pages that are moved in; huge pages stay out of them."""
+        from regrepro.core.memory import Range as Memory
+
+        return Memory.anonymous(length, huge=False, reserve_only=True)
+
+    def gather(self, sources: Any, target: int) -> None:
+        """Move pages, by their addresses, to consecutive pages from `target` on; the physical pages stay."""
+        from regrepro.core.memory import gather
+
+        gather(sources, target)
+
+    def view(self, address: int, length: int) -> memoryview:
+        """Return the bytes of a range, writable."""
+        import ctypes
+
+        return memoryview((ctypes.c_char * length).from_address(address)).cast("B")
+
+    def snapshot(self, address: int, length: int, counts: bool) -> PageState | None:
+        """Read the state of a range's pages; None where there is no map to read them by."""
+        if self.memory_map is None:
+            return None
+        if self._reader is None:
+            from regrepro.kernel.pagestate import PageReader
+
+            self._reader = PageReader(self.memory_map)
+        return self._reader.snapshot(address, length, counts=counts)
+
+    def default_pin(self) -> tuple[str, str]:
+        """Return kind and owner of the pin that a scenario gets that names no kind."""
+        return "pin", PIN_OWNERS["pin"]
+
+    def hold(self, kind: str, address: int, length: int) -> HeldPin:
+        """Take a pin of a kind over a range. Raises OSError with the kernel's errno."""
+        from regrepro.core import pins
+
+        if kind == "pin":
+            return pins.pin_process_vm(address, length)
+        if kind == "get":
+            return pins.pin_vmsplice(address, length)
+        return pins.pin_io_uring(address, length)
+
+    def registrar(self) -> Registrar:
+        """Open the registrar of this run, once for each process. Raises `Unmet`."""
+        if self._registrar is None:
+            from regrepro.stage.registrars import open_registrar
+
+            self._registrar = open_registrar(self.options)
+        return self._registrar
+
+    def available_memory(self) -> int:
+        """Return MemAvailable in bytes; half of what is free on kernels without it."""
+        text = Path("/proc/meminfo").read_text()
+        found = re.search(r"^MemAvailable: +(\d+) kB", text, re.M)
+        if found:
+            return int(found[1]) * 1024
+        free = re.search(r"^MemFree: +(\d+) kB", text, re.M)
+        return int(free[1]) * 512 if free else 0
+
+    def zones(self) -> list[Zone]:
+        """Return the zones as /proc/zoneinfo shows them now; empty where it is closed."""
+        try:
+            return parse_zoneinfo(Path("/proc/zoneinfo").read_text())
+        except OSError:
+            return []
+
+    def node_cpus(self, node: int) -> set[int]:
+        """Return the CPUs of a NUMA node; empty where it has none or the kernel knows no nodes."""
+        try:
+            return parse_cpu_list(Path(f"/sys/devices/system/node/node{node}/cpulist").read_text())
+        except (OSError, ValueError):
+            return set()
+
+    def close(self) -> None:
+        """Close what this process opened."""
+        if self._registrar is not None:
+            with suppress(OSError, RegreproError):
+                self._registrar.close()
+            self._registrar = None
+
+
+def default_huge_page_size() -> int:
+    """Return the default hugetlb page size in bytes. Raises `Unmet` where the kernel has none."""
+    found = re.search(r"^Hugepagesize: +(\d+) kB", Path("/proc/meminfo").read_text(), re.M)
+    if not found:
+        raise Unmet("hugetlb", "this kernel has no CONFIG_HUGETLBFS", "use a kernel that has it")
+    return int(found[1]) * 1024
+
+
+def join(problems: Iterable[str]) -> str:
+    """Return sentences as one line."""
+    return "; ".join(dict.fromkeys(" ".join(problem.split()) for problem in problems))

@@ -1,0 +1,77 @@
+"""Pins of a scenario: which bytes, of which kind, by whom, and whether they still hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from regrepro.errors import UsageError
+from regrepro.stage.backend import PAGE_SIZE, HeldPin
+
+if TYPE_CHECKING:
+    from regrepro.stage import Stage
+    from regrepro.stage.buffers import Buffer
+
+KINDS = ("pin", "get", "longterm", "none")
+
+
+class Pin:
+    """A pin, or the attempt at one: true while it is held. `errno` names why it could not be taken."""
+
+    def __init__(self, stage: Stage, number: int, buffer: Buffer, kind: str, owner: str) -> None:
+        self._stage = stage
+        self._held: list[HeldPin] = []
+        self.id = number
+        self.buffer = buffer
+        self.kind = kind
+        self.owner = owner
+        self.errno: str | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._held)
+
+    def alive(self) -> bool:
+        """Return whether every part of the pin is held by the kernel at this moment."""
+        return bool(self._held) and all(held.alive() for held in self._held)
+
+    def release(self) -> None:
+        """Let the pages go; the bytes of the buffer stay as they are. Nothing to do if it is not held."""
+        self._stage.release(self)
+
+
+def ranges_of(pages: Sequence[int] | None, buffer: Buffer) -> list[tuple[int, int]]:
+    """Return (offset, length) in bytes for page indexes, neighbours joined; the whole buffer for None."""
+    if pages is None:
+        return [(0, buffer.length)]
+    ranges: list[tuple[int, int]] = []
+    for index in sorted(set(pages)):
+        if not 0 <= index < buffer.pages:
+            raise UsageError(
+                f"page {index} is not in buffer {buffer.id}", why=f"it has pages 0 to {buffer.pages - 1}"
+            )
+        offset = index * PAGE_SIZE
+        if ranges and ranges[-1][0] + ranges[-1][1] == offset:
+            ranges[-1] = (ranges[-1][0], ranges[-1][1] + PAGE_SIZE)
+        else:
+            ranges.append((offset, PAGE_SIZE))
+    if not ranges:
+        raise UsageError("pin(pages=[]) pins nothing", hint="leave pages out to pin the whole buffer")
+    return ranges
+
+
+def let_go(held: list[HeldPin]) -> OSError | None:
+    """Release every part, whatever the others say; return the first error."""
+    first: OSError | None = None
+    while held:
+        try:
+            held.pop().release()
+        except OSError as error:
+            first = first or error
+    return first
+
+
+def abandon(held: list[HeldPin]) -> None:
+    """Release parts of a pin that did not come together."""
+    with suppress(OSError):
+        let_go(held)
