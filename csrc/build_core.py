@@ -29,7 +29,7 @@ ffi.set_source(
     "\n".join(f'#include "{room}.h"' for room in rooms),
     sources=[str(HERE / f"{room}.c") for room in rooms],
     include_dirs=[str(HERE)],
-    depends=[str(HERE / f"{room}.h") for room in rooms],
-    libraries=["dl", "pthread"],
+    depends=sorted(str(header) for header in HERE.glob("*.h")),
+    libraries=["dl", "pthread", "rt"],
     extra_compile_args=["-std=gnu11", "-O2", "-Wall", "-Wextra", "-Wno-unused-parameter", "-fvisibility=hidden"],
 )
