@@ -10,8 +10,8 @@ from regrepro._core import lib
 class IoUringRegistrar:
     """One ring that registers one range at a time, with FOLL_WRITE | FOLL_LONGTERM as `ib_umem_get()` does.
 
-    A context manager. Raises OSError: ENOSYS without CONFIG_IO_URING, EPERM when `kernel.io_uring_disabled` or a
-    seccomp profile forbids it.
+    A context manager. Raises OSError: ENOSYS without CONFIG_IO_URING, EPERM when `kernel.io_uring_disabled`
+    or a seccomp profile forbids it.
     """
 
     __slots__ = ("_registered", "_ring")
@@ -27,8 +27,8 @@ class IoUringRegistrar:
     def register(self, address: int, length: int) -> None:
         """Pin a range of bytes (buffers of at most 1 GiB each).
 
-        Raises OSError with the kernel's errno: ENOMEM when a page would not move or RLIMIT_MEMLOCK is too low,
-        EBUSY when a range is registered already, EFAULT for length 0 or memory that may not be pinned.
+        Raises OSError with the kernel's errno: ENOMEM when a page would not move or RLIMIT_MEMLOCK is too
+        low, EBUSY when a range is registered already, EFAULT for length 0 or memory that may not be pinned.
         """
         status = lib.rr_ring_register(self._ring, address, length)
         if status:

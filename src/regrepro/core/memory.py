@@ -1,4 +1,4 @@
-"""Ranges of user memory, in any backing that a registration can meet, and the moving of pages between them."""
+"""Ranges of user memory in any backing that a registration can meet, and the moving of pages between them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,9 @@ def thp_size() -> int | None:
 
 
 class Range:
-    """One mapping of this process: `address` and `length` in bytes, `backing` in the record's words, `fd` or None.
+    """One mapping of this process.
+
+    `address` and `length` are in bytes, `backing` is the record's word, `fd` the file's descriptor or None.
 
     Made by the class methods; a context manager that unmaps. Pages come into being at the first touch or by
     `populate()`. Everything that the kernel refuses is an OSError with its errno.
@@ -73,9 +75,10 @@ class Range:
     def anonymous(cls, length: int, *, huge: bool | None = None, reserve_only: bool = False) -> Range:
         """Map private anonymous memory.
 
-        `huge`: True aligns it to a transparent huge page and asks for them (backing `thp`), False forbids them, None
-        leaves it to the system's setting. `reserve_only` takes addresses without access, as the target of `gather()`.
-        Raises OSError: ENOMEM without the address space; EINVAL for `huge=True` on a kernel without them.
+        `huge`: True aligns it to a transparent huge page and asks for them (backing `thp`), False forbids
+        them, None leaves it to the system's setting. `reserve_only` takes addresses without access, as the
+        target of `gather()`. Raises OSError: ENOMEM without the address space; EINVAL for `huge=True` on a
+        kernel without them.
         """
         protection = _PROT_NONE if reserve_only else _PROT_READ_WRITE
         flags = _MAP_PRIVATE_ANONYMOUS | _MAP_NORESERVE
@@ -239,8 +242,9 @@ def _map(length: int, alignment: int, protection: int, flags: int, fd: int = -1)
 def populate(address: int, length: int, threads: int = 1) -> None:
     """Make every page that the bytes touch present and writable, without changing a byte.
 
-    By MADV_POPULATE_WRITE where the kernel has it (5.14), else by one atomic `or 0` a page. Raises OSError: ENOMEM
-    where nothing is mapped or memory ran out, EFAULT where a page may not be written or could not be had.
+    By MADV_POPULATE_WRITE where the kernel has it (5.14), else by one atomic `or 0` a page. Raises OSError:
+    ENOMEM where nothing is mapped or memory ran out, EFAULT where a page may not be written or could not be
+    had.
     """
     status = lib.rr_populate(address, length, max(1, threads))
     if status:
@@ -258,7 +262,7 @@ def equal(left: int, right: int, length: int) -> bool:
 
 
 def vma_line(address: int) -> str:
-    """Return the line of /proc/self/maps that holds the address, or "" if none does (or /proc cannot be read)."""
+    """Return the line of /proc/self/maps that holds the address, or "" if there is none or no /proc."""
     try:
         with Path("/proc/self/maps").open(encoding="utf-8", errors="replace") as maps:
             for line in maps:
@@ -283,12 +287,14 @@ def move_page(source_address: int, target_address: int) -> None:
 
 
 def gather(sources: npt.NDArray[np.uint64] | Sequence[int] | Iterable[int], target_address: int) -> None:
-    """Move pages, one after another, to consecutive addresses from `target_address` on; the physical pages stay.
+    """Move pages, one after another, to consecutive addresses from `target_address` on.
 
-    `sources`: page-aligned addresses. The target must be reserved (`Range.anonymous(…, reserve_only=True)`): whatever
-    is mapped there goes. The sources stay mapped, empty (MREMAP_DONTUNMAP; before 5.7 without access).
-    Raises GatherError (an OSError), with `moved`; ENOMEM is the limit vm.max_map_count: each run of pages that were
-    not neighbours before needs a mapping of its own.
+    The physical pages stay the same.
+
+    `sources`: page-aligned addresses. The target must be reserved (`Range.anonymous(…, reserve_only=True)`):
+    whatever is mapped there goes. The sources stay mapped, empty (MREMAP_DONTUNMAP; before 5.7 without
+    access). Raises GatherError (an OSError), with `moved`; ENOMEM is the limit vm.max_map_count: each run of
+    pages that were not neighbours before needs a mapping of its own.
     """
     cells: Any
     if hasattr(sources, "dtype"):

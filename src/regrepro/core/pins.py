@@ -1,8 +1,8 @@
 """Pins of user pages that are held until released: FOLL_PIN, FOLL_GET and FOLL_LONGTERM, on a stock kernel.
 
-Each pin lives on threads of its own that block every signal, so that nothing but `release()` or the end of the
-process lets go of the pages; the kernel frees everything when the process ends, however it ends. While a pin is held
-the process must not change its credentials (setuid() and its like wait for every thread).
+Each pin lives on threads of its own that block every signal, so that nothing but `release()` or the end of
+the process lets go of the pages; the kernel frees everything when the process ends, however it ends. While a
+pin is held the process must not change its credentials (setuid() and its like wait for every thread).
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ _live: weakref.WeakSet[HeldPin] = weakref.WeakSet()
 class HeldPin:
     """A pin that was really held when this was made.
 
-    `kind`: `pin` (FOLL_PIN | FOLL_WRITE without FOLL_LONGTERM), `get` (FOLL_GET), `longterm` (FOLL_PIN | FOLL_WRITE |
-    FOLL_LONGTERM). `owner` and `api` are the record's words. `address`, `length`: bytes; every page they touch is held.
+    `kind`: `pin` (FOLL_PIN | FOLL_WRITE without FOLL_LONGTERM), `get` (FOLL_GET), `longterm` (FOLL_PIN |
+    FOLL_WRITE | FOLL_LONGTERM). `owner` and `api` are the record's words. `address`, `length`: bytes; every
+    page they touch is held.
     """
 
     __slots__ = ("__weakref__", "_pin", "address", "api", "kind", "length", "owner", "released")
 
-    def __init__(self, pin: Any, kind: Kind, owner: str, api: str, address: int, length: int) -> None:
+    def __init__(self, pin: Any, *, kind: Kind, owner: str, api: str, address: int, length: int) -> None:
         self._pin = pin
         self.kind = kind
         self.owner = owner
@@ -47,9 +48,9 @@ class HeldPin:
     def alive(self) -> bool:
         """Return whether every page is still held, as far as the kernel tells at this moment.
 
-        process-vm: every thread is inside process_vm_writev, its fault unanswered (/proc/self/task/*/syscall);
-        vmsplice: all bytes are still in the pipe; io-uring: the ring still has its buffers. Always False in a forked
-        child, whose pages are copies or whose parent holds them.
+        process-vm: every thread is inside process_vm_writev, its fault unanswered
+        (/proc/self/task/*/syscall); vmsplice: all bytes are still in the pipe; io-uring: the ring still has
+        its buffers. Always False in a forked child, whose pages are copies or whose parent holds them.
         """
         return not self.released and bool(lib.rr_pin_alive(self._pin))
 
@@ -95,7 +96,8 @@ class HeldPin:
 
 
 def _forget_in_child() -> None:
-    # A forked child would otherwise keep the pipes and rings open, and with them their pages, past the parent's end.
+    # A forked child would otherwise keep the pipes and rings open, and with them their pages, past the
+    # parent's end.
     for pin in list(_live):
         pin.released = True
         lib.rr_pin_release(pin._pin)
@@ -111,7 +113,8 @@ def pin_process_vm(address: int, length: int) -> HeldPin:
     Takes one thread for each `2 * PAGE_SIZE / sizeof(void *)` pages. Kernels before 5.6 take a FOLL_GET here.
     Raises OSError with the errno of the step that failed; its text says what would help.
     """
-    return _take(lib.rr_pin_process_vm, "pin", "process-vm", "process_vm_writev+userfaultfd", address, length)
+    api = "process_vm_writev+userfaultfd"
+    return _take(lib.rr_pin_process_vm, address, length, kind="pin", owner="process-vm", api=api)
 
 
 def pin_vmsplice(address: int, length: int) -> HeldPin:
@@ -120,7 +123,7 @@ def pin_vmsplice(address: int, length: int) -> HeldPin:
     Raises OSError as `pin_process_vm()`; EPERM past what the pipe may hold (fs.pipe-max-size, without
     CAP_SYS_RESOURCE), EINVAL past 2 GiB.
     """
-    return _take(lib.rr_pin_vmsplice, "get", "vmsplice", "vmsplice", address, length)
+    return _take(lib.rr_pin_vmsplice, address, length, kind="get", owner="vmsplice", api="vmsplice")
 
 
 def pin_io_uring(address: int, length: int) -> HeldPin:
@@ -128,11 +131,12 @@ def pin_io_uring(address: int, length: int) -> HeldPin:
 
     Raises OSError as `pin_process_vm()`; ENOMEM also when a page would not move.
     """
-    return _take(lib.rr_pin_io_uring, "longterm", "io-uring", "io_uring_register", address, length)
+    api = "io_uring_register"
+    return _take(lib.rr_pin_io_uring, address, length, kind="longterm", owner="io-uring", api=api)
 
 
 def _take(
-    function: Callable[..., int], kind: Kind, owner: str, api: str, address: int, length: int
+    function: Callable[..., int], address: int, length: int, *, kind: Kind, owner: str, api: str
 ) -> HeldPin:
     if not (0 <= address < 1 << 64 and 0 < length < 1 << 63):
         raise OSError(errnos.EINVAL, f"{owner} pin: {length} bytes at {address:#x} are no range of memory")
@@ -142,7 +146,8 @@ def _take(
     if status:
         name = ffi.string(step[0]).decode() if step[0] else api
         raise OSError(-status, f"{owner} pin: {name}: {os.strerror(-status)}{_advice(name, -status, length)}")
-    return HeldPin(ffi.gc(cell[0], lib.rr_pin_destroy), kind, owner, api, address, length)
+    pin = ffi.gc(cell[0], lib.rr_pin_destroy)
+    return HeldPin(pin, kind=kind, owner=owner, api=api, address=address, length=length)
 
 
 def _advice(step: str, number: int, length: int) -> str:

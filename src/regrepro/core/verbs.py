@@ -1,7 +1,7 @@
 """Verbs through libibverbs, opened at run time: devices, registrations, and one loopback transfer.
 
-Nothing of a registration is checked or rounded here: length, iova and access flags reach libibverbs, and by it the
-kernel, as they were given, and the errno that comes back is the one that is raised.
+Nothing of a registration is checked or rounded here: length, iova and access flags reach libibverbs, and by
+it the kernel, as they were given, and the errno that comes back is the one that is raised.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import ipaddress
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from regrepro._core import ffi, lib
 from regrepro.errors import EnvironmentProblem, UsageError
@@ -43,7 +43,7 @@ MTU_BYTES = {1: 256, 2: 512, 3: 1024, 4: 2048, 5: 4096}
 SOFTWARE_VENDORS = {0xFFFFFF: "rdma_rxe", 0x626D74: "siw"}
 """vendor_id of drivers without hardware (drivers/infiniband/sw/rxe/rxe_param.h, sw/siw/siw.h)."""
 
-Opcode = Literal["RDMA_WRITE", "RDMA_READ"]
+OPCODES = ("RDMA_WRITE", "RDMA_READ")
 
 _INFINIBAND = Path("/sys/class/infiniband")
 _loaded: dict[str, Any] = {}
@@ -77,7 +77,8 @@ def _library() -> Any:
         raise EnvironmentProblem(
             "libibverbs cannot be opened",
             why=ffi.string(why).decode(errors="replace"),
-            hint="install rdma-core's library: Debian and Ubuntu libibverbs1 and ibverbs-providers, others libibverbs",
+            hint="install rdma-core's library: libibverbs1 and ibverbs-providers on Debian and Ubuntu, "
+            "libibverbs elsewhere",
         )
     _loaded[LIBRARY] = cell[0]  # for the life of the process: its providers cannot be unloaded safely
     return cell[0]
@@ -95,8 +96,8 @@ def available() -> str | None:
 def devices() -> list[str]:
     """Return the RDMA devices' names, sorted.
 
-    Raises EnvironmentProblem without libibverbs, OSError when it cannot list devices (ENOSYS: the kernel has no
-    ib_uverbs loaded).
+    Raises EnvironmentProblem without libibverbs, OSError when it cannot list devices (ENOSYS: the kernel has
+    no ib_uverbs loaded).
     """
     library = _library()
     size = 4096
@@ -119,7 +120,10 @@ def _refused(number: int, call: str) -> OSError:
 
 @dataclass(frozen=True)
 class Gid:
-    """One entry of a port's GID table: `kind` is `IB/RoCE v1` or `RoCE v2` (sysfs), "" where the kernel says none."""
+    """One entry of a port's GID table.
+
+    `kind` is `IB/RoCE v1` or `RoCE v2` (sysfs), "" where the kernel says none.
+    """
 
     index: int
     address: ipaddress.IPv6Address
@@ -161,9 +165,9 @@ def _read(path: Path) -> str:
 
 
 def loopback_gid_index(device: str, port: int = 1) -> int | None:
-    """Return the GID index to reach the port itself by: RoCE v2 with an IPv4 address, else the first that will do.
+    """Return the index of the GID to reach the port itself by.
 
-    None when the table is empty (an InfiniBand port can do without).
+    RoCE v2 with an IPv4 address is preferred, then an IPv4 address, then RoCE v2. None when the table is empty (an InfiniBand port can do without).
     """
     table = gids(device, port)
 
@@ -174,7 +178,10 @@ def loopback_gid_index(device: str, port: int = 1) -> int | None:
 
 
 class MemoryRegion:
-    """A registered MR: `lkey`, `rkey`, and what it was registered with (`address`, `length`, `iova`, in bytes)."""
+    """A registered MR.
+
+    `lkey`, `rkey`, and what it was registered with (`address`, `length`, `iova`, in bytes).
+    """
 
     __slots__ = ("_mr", "_pd", "address", "iova", "length", "lkey", "rkey")
 
@@ -189,7 +196,10 @@ class MemoryRegion:
         pd._regions.add(self)
 
     def dereg(self) -> None:
-        """Deregister; again does nothing. Raises OSError with the kernel's errno; the MR then still stands."""
+        """Deregister; again does nothing.
+
+        Raises OSError with the kernel's errno; the MR then still stands.
+        """
         mr = self._mr
         if mr is None:
             return
@@ -225,7 +235,10 @@ class ProtectionDomain:
         return MemoryRegion(self, cell[0], address, length, address)
 
     def reg_mr_iova2(self, address: int, length: int, iova: int, access: int) -> MemoryRegion:
-        """Register by `ibv_reg_mr_iova2`; raises OSError with its errno (ENOSYS: libibverbs before 1.8 lacks it)."""
+        """Register by `ibv_reg_mr_iova2`.
+
+        Raises OSError with its errno (ENOSYS: a libibverbs older than its symbol version 1.8).
+        """
         cell = ffi.new("struct rr_mr **")
         status = lib.rr_reg_mr_iova2(self._pd, address, length, iova, access, cell)
         if status:
@@ -233,7 +246,10 @@ class ProtectionDomain:
         return MemoryRegion(self, cell[0], address, length, iova)
 
     def reg_dmabuf_mr(self, fd: int, offset: int, length: int, iova: int, access: int) -> MemoryRegion:
-        """Register a dma-buf by `ibv_reg_dmabuf_mr`; raises OSError with its errno (ENOSYS: too old a libibverbs)."""
+        """Register a dma-buf by `ibv_reg_dmabuf_mr`.
+
+        Raises OSError with its errno (ENOSYS: a libibverbs older than its symbol version 1.12).
+        """
         cell = ffi.new("struct rr_mr **")
         status = lib.rr_reg_dmabuf_mr(self._pd, offset, length, iova, fd, access, cell)
         if status:
@@ -379,28 +395,29 @@ class Device:
         self.close()
 
 
-def loopback_transfer(
+def loopback_transfer(  # noqa: PLR0917
     device: Device,
     port: int,
     gid_index: int | None,
     mr_src: MemoryRegion,
     mr_dst: MemoryRegion,
     length: int,
-    opcode: Opcode,
+    opcode: str,
     *,
     timeout: float = 10.0,
     src_offset: int = 0,
     dst_offset: int = 0,
 ) -> None:
-    """Move `length` bytes from one MR to another over two RC queue pairs of this device, connected to each other.
+    """Move `length` bytes from one MR to another, over two RC queue pairs connected to each other.
 
-    Both MRs must be of one PD of this device. RDMA_WRITE needs REMOTE_WRITE on the target, RDMA_READ needs REMOTE_READ
-    on the source and LOCAL_WRITE on the target. `gid_index` None: `loopback_gid_index()`, and by LID on InfiniBand.
-    Raises OSError: ETIMEDOUT after `timeout` seconds, EREMOTEIO with the work completion's own words when the
-    device refused, or the errno of the step that failed. Whether the bytes arrived is for the caller to compare.
+    Both MRs must be of one PD of this device. RDMA_WRITE needs REMOTE_WRITE on the target, RDMA_READ needs
+    REMOTE_READ on the source and LOCAL_WRITE on the target. `gid_index` None: `loopback_gid_index()`, and by
+    LID on InfiniBand. Raises OSError: ETIMEDOUT after `timeout` seconds, EREMOTEIO with the work completion's
+    own words when the device refused, or the errno of the step that failed. Whether the bytes arrived is for
+    the caller to compare.
     """
-    if opcode not in ("RDMA_WRITE", "RDMA_READ"):
-        raise UsageError(f"no opcode is called {opcode!r}", hint="there are RDMA_WRITE and RDMA_READ")
+    if opcode not in OPCODES:
+        raise UsageError(f"no opcode is called {opcode!r}", hint=f"there are {' and '.join(OPCODES)}")
     pd = mr_dst._pd
     if mr_src._pd is not pd or pd.device is not device:
         raise UsageError("the MRs of a transfer must be of one PD of the device")
