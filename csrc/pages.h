@@ -1,0 +1,65 @@
+/* Bulk reads of pagemap, kpagecount, kpageflags and struct page, and run-length encoding of what they gave. */
+#ifndef RR_PAGES_H
+#define RR_PAGES_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+/* A stretch of kernel virtual memory in /proc/kcore, from its ELF program headers. */
+struct rr_segment {
+	uint64_t address;
+	uint64_t length;
+	uint64_t offset;
+};
+
+/* One present section of SPARSEMEM: its number and where struct page 0 would lie if its memmap began at PFN 0. */
+struct rr_section {
+	uint64_t number;
+	uint64_t coded_map;
+};
+
+/* Where struct page keeps what we read. Offsets in bytes; -1 where this kernel has no such member. */
+struct rr_page_layout {
+	uint32_t page_struct_size;
+	uint32_t section_shift;
+	int32_t flags;
+	int32_t refcount;
+	int32_t mapcount;
+	int32_t compound;
+	int32_t pincount;
+	int32_t large_mapcount;
+	int32_t nr_pages;
+	int32_t head_bit;
+	int32_t compound_may_be_mask;
+};
+
+/* What struct page said of one PFN. The counts are those of the head page; `head` is its PFN. */
+struct rr_page {
+	uint64_t flags;
+	uint64_t head;
+	int32_t refcount;
+	int32_t mapcount;
+	int32_t pincount;
+	int32_t large_mapcount;
+	int32_t nr_pages;
+	uint32_t known;
+	uint32_t large;
+	uint32_t unused;
+};
+
+struct rr_run {
+	int64_t index;
+	int64_t count;
+	int64_t value;
+};
+
+int rr_read_entries(int fd, uint64_t first, size_t count, uint64_t *out);
+int rr_read_entries_at(int fd, const uint64_t *index, size_t count, uint64_t absent, uint64_t *out);
+int64_t rr_runs(const int64_t *value, size_t count, int64_t step, struct rr_run *out, size_t room);
+int rr_kcore_gather(int fd, const struct rr_segment *segments, size_t nr_segments, const uint64_t *address,
+		    size_t count, size_t width, uint8_t *out, uint8_t *ok);
+int rr_struct_pages(int fd, const struct rr_segment *segments, size_t nr_segments, const struct rr_section *sections,
+		    size_t nr_sections, const struct rr_page_layout *layout, const uint64_t *pfn, size_t count,
+		    struct rr_page *out);
+
+#endif

@@ -1,0 +1,186 @@
+"""The running kernel's types, from BTF (`/sys/kernel/btf/vmlinux`; format: Documentation/bpf/btf.rst).
+
+Only what the other rooms ask for: member offsets (through nested anonymous structs and unions), sizes, enum
+values. The walk over all types is C; Python looks at single types.
+"""
+
+from __future__ import annotations
+
+import errno
+import struct
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from regrepro._core import ffi, lib
+
+BTF_PATH = Path("/sys/kernel/btf/vmlinux")
+
+_MAGIC = 0xEB9F
+_ARRAY, _STRUCT, _UNION, _ENUM, _TYPEDEF, _VOLATILE, _CONST, _ENUM64 = 3, 4, 5, 6, 8, 9, 10, 19
+_TYPE_TAG = 18
+
+
+class BtfError(Exception):
+    """The blob is not BTF, or not of a form that this reader knows."""
+
+
+class Member(NamedTuple):
+    """A struct member: offset in bits from the start of the outer struct; width 0 unless a bitfield."""
+
+    bit_offset: int
+    bitfield_width: int
+    type_id: int
+
+    @property
+    def offset(self) -> int:
+        """Offset in bytes."""
+        return self.bit_offset // 8
+
+
+class Btf:
+    """A BTF blob. Look-ups return None where the kernel has no such type or member."""
+
+    def __init__(self, blob: bytes) -> None:
+        if len(blob) < 24 or struct.unpack_from("=H", blob)[0] != _MAGIC:
+            raise BtfError("no BTF magic")
+        header_length, type_off, type_len, str_off, str_len = struct.unpack_from("=IIIII", blob, 4)
+        types, strings = header_length + type_off, header_length + str_off
+        if types + type_len > len(blob) or strings + str_len > len(blob):
+            raise BtfError("BTF is cut short")
+        self._blob = blob
+        self._types, self._type_len = types, type_len
+        self._strings, self._str_len = strings, str_len
+        self._base = ffi.from_buffer("uint8_t[]", blob)
+        self._index: NDArray[np.uint32] | None = None
+
+    @classmethod
+    def of_running_kernel(cls) -> Btf:
+        """Read the running kernel's BTF. Raises OSError (kernel without CONFIG_DEBUG_INFO_BTF), BtfError."""
+        return cls(BTF_PATH.read_bytes())
+
+    def _find(self, kind: int, name: str) -> int | None:
+        at = int(
+            lib.rr_btf_find(
+                self._base + self._types,
+                self._type_len,
+                self._base + self._strings,
+                self._str_len,
+                kind,
+                name.encode(),
+            )
+        )
+        if at >= 0:
+            return self._types + at
+        if at == -errno.ENOENT:
+            return None
+        raise BtfError(
+            "BTF has a kind of type that this version does not know" if at == -95 else "BTF is damaged"
+        )
+
+    def _at(self, type_id: int) -> int:
+        """Return the offset in the blob of a type id."""
+        if self._index is None:
+            room = self._type_len // 12
+            index = np.empty(room, dtype=np.uint32)
+            n = int(
+                lib.rr_btf_index(
+                    self._base + self._types, self._type_len, ffi.from_buffer("uint32_t[]", index), room
+                )
+            )
+            if n < 0:
+                raise BtfError("BTF is damaged")
+            self._index = index[:n]
+        if not 0 < type_id <= len(self._index):
+            raise BtfError(f"BTF has no type {type_id}")
+        return self._types + int(self._index[type_id - 1])
+
+    def _name(self, offset: int) -> str:
+        start = self._strings + offset
+        return self._blob[start : self._blob.index(b"\0", start)].decode(errors="replace")
+
+    def _header(self, at: int) -> tuple[int, int, bool, int]:
+        """Return kind, vlen, kind flag, size or type."""
+        _, info, size = struct.unpack_from("=III", self._blob, at)
+        return info >> 24 & 0x1F, info & 0xFFFF, bool(info >> 31), size
+
+    def _struct(self, name: str) -> int | None:
+        at = self._find(_STRUCT, name)
+        if at is not None:
+            return at
+        at = self._find(_TYPEDEF, name)
+        if at is None:
+            return None
+        at = self._resolve(self._header(at)[3])
+        return at if at is not None and self._header(at)[0] in (_STRUCT, _UNION) else None
+
+    def _resolve(self, type_id: int) -> int | None:
+        """Follow typedefs and qualifiers. None for void."""
+        for _ in range(32):
+            if not type_id:
+                return None
+            at = self._at(type_id)
+            kind, _, _, target = self._header(at)
+            if kind not in (_TYPEDEF, _VOLATILE, _CONST, _TYPE_TAG):
+                return at
+            type_id = target
+        raise BtfError("BTF has a loop of typedefs")
+
+    def size(self, name: str) -> int | None:
+        """Return the size in bytes of a struct (or of a typedef of one)."""
+        at = self._struct(name)
+        return None if at is None else self._header(at)[3]
+
+    def member(self, struct_name: str, member: str) -> Member | None:
+        """Return a member of a struct, looked for in nested anonymous structs and unions too."""
+        at = self._struct(struct_name)
+        return None if at is None else self._member(at, member, 0, 0)
+
+    def offset(self, struct_name: str, *members: str) -> int | None:
+        """Return the byte offset of the first of `members` that the struct has."""
+        for name in members:
+            found = self.member(struct_name, name)
+            if found is not None:
+                return found.offset
+        return None
+
+    def _member(self, at: int, wanted: str, base: int, depth: int) -> Member | None:
+        kind, vlen, bitfields, _ = self._header(at)
+        if kind not in (_STRUCT, _UNION) or depth > 16:
+            return None
+        for i in range(vlen):
+            name_off, type_id, bits = struct.unpack_from("=III", self._blob, at + 12 + 12 * i)
+            width = bits >> 24 if bitfields else 0
+            offset = base + (bits & 0xFFFFFF if bitfields else bits)
+            if name_off:
+                if self._name(name_off) == wanted:
+                    return Member(offset, width, type_id)
+                continue
+            inner = self._resolve(type_id)
+            found = None if inner is None else self._member(inner, wanted, offset, depth + 1)
+            if found is not None:
+                return found
+        return None
+
+    def array_length(self, member: Member) -> int | None:
+        """Return the number of elements of a member that is an array (0 for a flexible one), else None."""
+        at = self._resolve(member.type_id)
+        if at is None or self._header(at)[0] != _ARRAY:
+            return None
+        return int(struct.unpack_from("=I", self._blob, at + 20)[0])
+
+    def enum(self, name: str) -> dict[str, int] | None:
+        """Return the values of a named enum by name, in order. Names may share a value."""
+        at = self._find(_ENUM, name)
+        if at is not None:
+            _, vlen, _, _ = self._header(at)
+            pairs = (struct.unpack_from("=Ii", self._blob, at + 12 + 8 * i) for i in range(vlen))
+            return {self._name(name_off): value for name_off, value in pairs}
+        at = self._find(_ENUM64, name)
+        if at is None:
+            return None
+        _, vlen, _, _ = self._header(at)
+        triples = (struct.unpack_from("=III", self._blob, at + 12 + 12 * i) for i in range(vlen))
+        return {self._name(name_off): high << 32 | low for name_off, low, high in triples}

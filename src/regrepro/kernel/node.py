@@ -1,0 +1,148 @@
+"""Facts of the node and of this process' rights on it: key `node` of the record's header (docs/record.md)."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+from pathlib import Path
+from typing import Any
+
+PAGE_SIZE: int = os.sysconf("SC_PAGE_SIZE")
+
+# include/uapi/linux/capability.h, by bit.
+CAPABILITIES = (
+    "CAP_CHOWN CAP_DAC_OVERRIDE CAP_DAC_READ_SEARCH CAP_FOWNER CAP_FSETID CAP_KILL CAP_SETGID CAP_SETUID CAP_SETPCAP "
+    "CAP_LINUX_IMMUTABLE CAP_NET_BIND_SERVICE CAP_NET_BROADCAST CAP_NET_ADMIN CAP_NET_RAW CAP_IPC_LOCK "
+    "CAP_IPC_OWNER CAP_SYS_MODULE CAP_SYS_RAWIO CAP_SYS_CHROOT CAP_SYS_PTRACE CAP_SYS_PACCT CAP_SYS_ADMIN "
+    "CAP_SYS_BOOT CAP_SYS_NICE CAP_SYS_RESOURCE CAP_SYS_TIME CAP_SYS_TTY_CONFIG CAP_MKNOD CAP_LEASE "
+    "CAP_AUDIT_WRITE CAP_AUDIT_CONTROL CAP_SETFCAP CAP_MAC_OVERRIDE CAP_MAC_ADMIN CAP_SYSLOG CAP_WAKE_ALARM "
+    "CAP_BLOCK_SUSPEND CAP_AUDIT_READ CAP_PERFMON CAP_BPF CAP_CHECKPOINT_RESTORE"
+).split()
+
+# /proc/sys/vm entries that bear on pins, placement or what a scenario may do.
+VM_SYSCTLS = (
+    "compact_unevictable_allowed",
+    "compaction_proactiveness",
+    "max_map_count",
+    "min_free_kbytes",
+    "nr_hugepages",
+    "overcommit_memory",
+    "swappiness",
+    "unprivileged_userfaultfd",
+    "watermark_scale_factor",
+    "zone_reclaim_mode",
+)
+
+
+def _text(path: str) -> str | None:
+    try:
+        return Path(path).read_text(errors="replace").strip()
+    except OSError:
+        return None
+
+
+def capabilities() -> list[str]:
+    """Return the effective capabilities of this process (CapEff of /proc/self/status), by name."""
+    found = re.search(r"^CapEff:\s*([0-9a-f]+)", _text("/proc/self/status") or "", re.MULTILINE)
+    return decode_capabilities(int(found[1], 16)) if found else []
+
+
+def decode_capabilities(mask: int) -> list[str]:
+    """Return the names of the bits of a capability mask; bits that are newer than our list by number."""
+    names = dict(enumerate(CAPABILITIES))
+    return [names.get(bit, f"CAP_{bit}") for bit in range(mask.bit_length()) if mask >> bit & 1]
+
+
+def lockdown() -> str | None:
+    """Return the kernel's lockdown mode: `none`, `integrity`, `confidentiality`; None where it cannot be read."""
+    found = re.search(r"\[(\w+)\]", _text("/sys/kernel/security/lockdown") or "")
+    return found[1] if found else None
+
+
+def container() -> str | None:
+    """Return what hints at a container, None where nothing does. A hint, not a proof."""
+    if Path("/.dockerenv").exists():
+        return "docker"
+    if Path("/run/.containerenv").exists():
+        return "podman"
+    named = (_text("/run/systemd/container") or "").split("\n")[0]
+    if named:
+        return named
+    environment = _text("/proc/1/environ") or ""
+    found = re.search(r"(?:^|\0)container=([^\0]+)", environment)
+    if found:
+        return found[1]
+    groups = _text("/proc/1/cgroup") or ""
+    found = re.search(r"kubepods|docker|libpod|lxc", groups)
+    return found[0] if found else None
+
+
+def in_initial_user_namespace() -> bool | None:
+    """Whether this process is in the first user namespace: rights over kernel memory count only there."""
+    mapping = _text("/proc/self/uid_map")
+    if mapping is None:
+        return None
+    return mapping.split() == ["0", "0", "4294967295"]
+
+
+def nvidia_driver() -> str | None:
+    """Return the version of the loaded NVIDIA driver, None where none is loaded."""
+    version = _text("/sys/module/nvidia/version")
+    if version:
+        return version
+    found = re.search(r"Kernel Module.*?\s(\d+\.\d+(?:\.\d+)*)\s", _text("/proc/driver/nvidia/version") or "")
+    return found[1] if found else None
+
+
+def vm_sysctls() -> dict[str, int | str]:
+    """Return the /proc/sys/vm entries that this kernel has and this user may read."""
+    values: dict[str, int | str] = {}
+    for name in VM_SYSCTLS:
+        text = _text(f"/proc/sys/vm/{name}")
+        if text is not None:
+            values[name] = int(text) if re.fullmatch(r"-?\d+", text) else text
+    io_uring = _text("/proc/sys/kernel/io_uring_disabled")
+    if io_uring is not None and io_uring.isdigit():
+        values["kernel.io_uring_disabled"] = int(io_uring)
+    return values
+
+
+def _limit(value: int) -> int | None:
+    return None if value == resource.RLIM_INFINITY else value
+
+
+def _memory_total() -> int | None:
+    found = re.search(r"^MemTotal:\s+(\d+) kB", _text("/proc/meminfo") or "", re.MULTILINE)
+    return int(found[1]) * 1024 if found else None
+
+
+def node_facts() -> dict[str, Any]:
+    """Return key `node` of the header; facts that this user may not read are null. A limit of null is "unlimited"."""
+    uname = os.uname()
+    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return {
+        "hostname": uname.nodename,
+        "kernel": uname.release,
+        "kernel_version": uname.version,
+        "arch": uname.machine,
+        "page_size": PAGE_SIZE,
+        "cmdline": _text("/proc/cmdline"),
+        "cpus": os.cpu_count(),
+        "memory_total": _memory_total(),
+        "euid": os.geteuid(),
+        "capabilities": capabilities(),
+        "user_namespace_initial": in_initial_user_namespace(),
+        "lockdown": lockdown(),
+        "container": container(),
+        "vm": vm_sysctls(),
+        "transparent_hugepage": _chosen("/sys/kernel/mm/transparent_hugepage/enabled"),
+        "nvidia_driver": nvidia_driver(),
+        "limits": {"memlock_soft": _limit(soft), "memlock_hard": _limit(hard)},
+    }
+
+
+def _chosen(path: str) -> str | None:
+    """Return the word in brackets of a sysfs choice."""
+    found = re.search(r"\[(\w+)\]", _text(path) or "")
+    return found[1] if found else None

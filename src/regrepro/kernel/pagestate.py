@@ -1,0 +1,329 @@
+"""The state of a range's pages at one moment: where each lies, and who refers to it.
+
+Sources: /proc/PID/pagemap (PFN), the memory map (place, node), /proc/kpageflags and /proc/kpagecount (flags, map
+count), struct page through /proc/kcore (reference and pin counts). All are read in bulk, by C. What this user may
+not read is None, and `problems` says so.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from regrepro.core.pages import (
+    NO_PFN,
+    PAGE_SIZE,
+    PM_EXCLUSIVE,
+    PM_FILE,
+    PM_PRESENT,
+    PM_SWAPPED,
+    pfns_of,
+    read_entries_at,
+    read_pagemap,
+    runs,
+)
+from regrepro.kernel.kcore import Kcore, KcoreError
+from regrepro.kernel.memorymap import ABSENT, PLACE_NAMES, UNKNOWN, MemoryMap
+
+# What a page table entry holds: `PageState.state`.
+NOT_PRESENT, PRESENT, SWAPPED, ZERO_PAGE, SPECIAL = 0, 1, 2, 3, 4
+STATE_NAMES = {
+    NOT_PRESENT: "absent",
+    PRESENT: "present",
+    SWAPPED: "swapped",
+    ZERO_PAGE: "zero-page",
+    SPECIAL: "special",
+}
+
+# Bits of /proc/kpageflags (include/uapi/linux/kernel-page-flags.h, include/linux/kernel-page-flags.h).
+KPF_SWAPCACHE, KPF_ANON, KPF_COMPOUND_HEAD, KPF_COMPOUND_TAIL, KPF_HUGE = 13, 12, 15, 16, 17
+KPF_NOPAGE, KPF_KSM, KPF_THP, KPF_ZERO_PAGE = 20, 21, 22, 24
+KPF_RESERVED, KPF_PRIVATE, KPF_PRIVATE_2 = 32, 35, 36
+
+GUP_PIN_COUNTING_BIAS = 1024  # what one FOLL_PIN adds to the reference count of a small page (include/linux/mm.h)
+
+UNKNOWN_COUNT = -1
+
+_NO_RUN = 1 << 62  # stands for absent pages while PFNs are run-length encoded
+
+
+def _bit(flags: NDArray[np.uint64], bit: int) -> NDArray[np.bool_]:
+    return (flags >> np.uint64(bit) & np.uint64(1)).astype(bool)
+
+
+@dataclass
+class PageState:
+    """One item a page in every array; None where it could not be read (see `problems`).
+
+    `pfn` is 0 for a page that is not present, or whose PFN is hidden. `refcount`, `pincount` and `baseline` are those
+    of the page's folio (its head page), UNKNOWN_COUNT where not known. `pincount` is 0 for small pages, whose pins
+    are in `refcount`, GUP_PIN_COUNTING_BIAS each. `baseline` is the number of references that mappings, page cache,
+    swap cache and private data account for (folio_expected_ref_count(), include/linux/mm.h).
+    """
+
+    address: int
+    pfn: NDArray[np.uint64]
+    place: NDArray[np.uint8]
+    state: NDArray[np.uint8]
+    node: NDArray[np.int32] | None = None
+    flags: NDArray[np.uint64] | None = None
+    refcount: NDArray[np.int64] | None = None
+    mapcount: NDArray[np.int64] | None = None
+    pincount: NDArray[np.int64] | None = None
+    baseline: NDArray[np.int64] | None = None
+    large: NDArray[np.bool_] | None = None
+    file: NDArray[np.bool_] | None = None  # of the page cache or shared memory, not anonymous
+    exclusive: NDArray[np.bool_] | None = None  # mapped by this process alone
+    source: str = ""
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def pages(self) -> int:
+        """Number of pages."""
+        return len(self.pfn)
+
+    def references_above_baseline(self) -> NDArray[np.int64] | None:
+        """Return for each page the references that nothing ordinary explains, UNKNOWN_COUNT where not known.
+
+        One FOLL_GET is 1, one FOLL_PIN of a small page GUP_PIN_COUNTING_BIAS (of a large folio 1, and 1 in
+        `pincount`). A page that was touched a moment ago may sit in a per-CPU batch on its way to the LRU lists and
+        then counts 1 more; it is no sign of a holder. A count never names its holder.
+        """
+        if self.refcount is None or self.baseline is None:
+            return None
+        known = (self.refcount >= 0) & (self.baseline >= 0)
+        above = np.where(known, self.refcount - self.baseline, UNKNOWN_COUNT)
+        # A count below its baseline was read while it changed: not known rather than negative.
+        return np.where(above < 0, UNKNOWN_COUNT, above)
+
+    def as_record(self) -> dict[str, Any]:
+        """Return a page state of docs/record.md, run-length encoded."""
+        return {
+            "pages": self.pages,
+            "pfn": self._pfn_runs(),
+            "place": [[i, n, PLACE_NAMES[v]] for i, n, v in runs(self.place).tolist()],
+            "refcount": _count_runs(self.refcount),
+            "pincount": self._pincount_runs(),
+            "mapcount": _count_runs(self.mapcount),
+            "baseline": _count_runs(self.baseline),
+            "node": _count_runs(self.node),
+            "traits": self._traits(),
+            "how": "observed",
+            "source": self.source,
+            "problems": self.problems,
+        }
+
+    def _pfn_runs(self) -> list[list[int]]:
+        absent = self.pfn == NO_PFN
+        values = self.pfn.astype(np.int64)
+        if absent.any():
+            values[absent] = np.flatnonzero(absent) - _NO_RUN
+        return [[i, v, n] for i, n, v in runs(values, 1).tolist() if v > 0]
+
+    def _pincount_runs(self) -> list[list[int]] | None:
+        if self.pincount is None or self.large is None or not self.large.any():
+            return None
+        return _count_runs(np.where(self.large, self.pincount, UNKNOWN_COUNT))
+
+    def _traits(self) -> list[list[Any]]:
+        """Runs of what is neither place nor count: `[first, count, "anonymous exclusive large"]`; absent pages in none."""
+        code = self.state.astype(np.int64)
+        for bit, trait in ((8, self.large), (16, self.file), (32, self.exclusive)):
+            if trait is not None:
+                code |= np.where(trait, bit, 0)
+        # Which of the three is known is the same for all pages.
+        answer: list[list[Any]] = []
+        for i, n, value in runs(code).tolist():
+            state = value & 7
+            if state == NOT_PRESENT:
+                continue
+            words = [STATE_NAMES[state]] if state != PRESENT else []
+            if state == PRESENT:
+                if self.file is not None:
+                    words.append("file" if value & 16 else "anonymous")
+                if self.exclusive is not None:
+                    words.append("exclusive" if value & 32 else "shared")
+                if self.large is not None and value & 8:
+                    words.append("large")
+            answer.append([i, n, " ".join(words)])
+        return answer
+
+
+def _count_runs(values: NDArray[Any] | None) -> list[list[int]] | None:
+    """Runs of the known values; None where none is known."""
+    if values is None:
+        return None
+    return [[i, n, v] for i, n, v in runs(values).tolist() if v >= 0] or None
+
+
+class PageReader:
+    """Reads page states of one process, by default this one. A forked child may go on using its parent's reader."""
+
+    def __init__(self, memory_map: MemoryMap, pid: int | None = None) -> None:
+        self.memory_map = memory_map
+        self._pid = pid
+        self._opened_by = -1
+        self._pagemap = self._flags = self._counts = -1
+        self._kcore: Kcore | None = None
+        self.problems: list[str] = []
+
+    def close(self) -> None:
+        """Close the files."""
+        for fd in (self._pagemap, self._flags, self._counts):
+            if fd >= 0:
+                with suppress(OSError):
+                    os.close(fd)
+        self._pagemap = self._flags = self._counts = -1
+        if self._kcore is not None:
+            self._kcore.close()
+            self._kcore = None
+        self._opened_by = -1
+
+    def use(self, memory_map: MemoryMap) -> None:
+        """Go on with a newer map: after a memory block changed its zone."""
+        self.memory_map = memory_map
+        if self._kcore is not None:
+            self._kcore.refresh()
+
+    def _open(self) -> None:
+        """Open the files once in each process: /proc/self/pagemap shows the memory of whoever opened it."""
+        if self._opened_by == os.getpid():
+            return
+        self.close()
+        self.problems = []
+        self._pagemap = self._open_one(f"/proc/{self._pid or 'self'}/pagemap")
+        self._flags = self._open_one("/proc/kpageflags")
+        self._counts = self._open_one("/proc/kpagecount")
+        if self.memory_map.sections is None:
+            self.problems.append("no reference counts, since the kernel's memory map is not known")
+        else:
+            try:
+                self._kcore = Kcore()
+            except OSError as error:
+                self.problems.append(f"/proc/kcore: {error.strerror}")
+            except KcoreError as error:
+                self.problems.append(f"/proc/kcore: {error}")
+        self._opened_by = os.getpid()
+
+    def _open_one(self, path: str) -> int:
+        try:
+            return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            self.problems.append(f"{path}: {error.strerror}")
+            return -1
+
+    def snapshot(self, address: int, length: int, *, counts: bool = True) -> PageState:
+        """Read the pages that [address, address + length) touches; `counts` False leaves all but PFN and place out.
+
+        Raises OSError only for a file that was open and then failed.
+        """
+        self._open()
+        first = address // PAGE_SIZE
+        pages = (address + length + PAGE_SIZE - 1) // PAGE_SIZE - first if length > 0 else 0
+        problems = list(self.problems)
+        if self._pagemap < 0:
+            unknown = np.full(pages, UNKNOWN, dtype=np.uint8)
+            empty = np.zeros(pages, dtype=np.uint64)
+            return PageState(
+                first * PAGE_SIZE, empty, unknown, np.zeros(pages, dtype=np.uint8), problems=problems
+            )
+        entries = read_pagemap(self._pagemap, first * PAGE_SIZE, pages)
+        pfn = pfns_of(entries)
+        present = entries >= np.uint64(PM_PRESENT)
+        place = self.memory_map.classify(pfn)
+        hidden = present & (pfn == NO_PFN)
+        if hidden.any():
+            place[hidden] = UNKNOWN
+            problems.append("PFNs are hidden from this user: reading them takes CAP_SYS_ADMIN")
+        state = np.where(present, PRESENT, NOT_PRESENT).astype(np.uint8)
+        state[~present & (entries & np.uint64(PM_SWAPPED) != 0)] = SWAPPED
+        result = PageState(first * PAGE_SIZE, pfn, place, state, problems=problems)
+        sources = [f"/proc/{self._pid or 'self'}/pagemap"]
+        if not hidden.any():
+            sources.append(self.memory_map.placed_by)
+            result.node = self.memory_map.nodes_of(pfn)
+            result.node[pfn == NO_PFN] = -1
+        if counts:
+            result.file = entries & np.uint64(PM_FILE) != 0
+            result.exclusive = entries & np.uint64(PM_EXCLUSIVE) != 0
+            if not hidden.any():
+                self._add_counts(result, sources)
+        result.source = ", ".join(sources)
+        return result
+
+    def _add_counts(self, result: PageState, sources: list[str]) -> None:
+        pfn = result.pfn
+        present = pfn != NO_PFN
+        if self._flags >= 0:
+            flags = read_entries_at(self._flags, pfn)
+            result.flags = flags
+            sources.append("/proc/kpageflags")
+            zero = _bit(flags, KPF_ZERO_PAGE) & present
+            special = (_bit(flags, KPF_NOPAGE) | _bit(flags, KPF_RESERVED)) & present & ~zero
+            result.state[zero], result.state[special] = ZERO_PAGE, SPECIAL
+            result.place[_bit(flags, KPF_NOPAGE) & present] = UNKNOWN
+            compound = (_bit(flags, KPF_THP) | _bit(flags, KPF_HUGE)) & ~zero
+            result.large = compound | _bit(flags, KPF_COMPOUND_HEAD) | _bit(flags, KPF_COMPOUND_TAIL)
+        if self._counts >= 0:
+            result.mapcount = read_entries_at(self._counts, pfn).astype(np.int64)
+            result.mapcount[~present] = UNKNOWN_COUNT
+            sources.append("/proc/kpagecount")
+        sections = self.memory_map.sections
+        if self._kcore is None or sections is None:
+            return
+        pages = self._kcore.segments.struct_pages(
+            self._kcore.fd, sections.numbers, sections.coded_maps, sections.layout.pages, pfn
+        )
+        known = pages["known"].astype(bool)
+        if not known[present].all():
+            missing = int((~known[present]).sum())
+            result.problems.append(f"struct page of {missing} pages could not be read")
+        sources.append("struct page by /proc/kcore")
+        result.refcount = np.where(known, pages["refcount"], UNKNOWN_COUNT).astype(np.int64)
+        large = pages["large"].astype(bool) & known
+        result.large = large if result.large is None else result.large | large
+        result.pincount = np.where(known, np.where(large, pages["pincount"], 0), UNKNOWN_COUNT).astype(np.int64)
+        result.baseline = _baseline(result, pages, known, large, sections.layout.pages.mapcount_is_entire)
+
+
+def _baseline(
+    state: PageState, pages: NDArray[Any], known: NDArray[np.bool_], large: NDArray[np.bool_], entire_only: bool
+) -> NDArray[np.int64] | None:
+    """References that mappings, page cache, swap cache and private data hold on each page's folio."""
+    if state.flags is None or state.file is None:
+        return None
+    flags = state.flags
+    small_maps = pages["mapcount"].astype(np.int64) if state.mapcount is None else state.mapcount
+    own = pages["mapcount"].astype(np.int64)
+    folio_maps = pages["large_mapcount"].astype(np.int64)
+    # Older kernels keep no sum of a large folio's mappings, only how often one entry maps it whole.
+    sure = known & ~(large & (folio_maps < 0))
+    if entire_only:
+        sure &= ~(large & (own != 0))
+    maps = np.where(large, folio_maps, small_maps)
+    nr_pages = np.where(large, pages["nr_pages"].astype(np.int64), 1)
+    cached = state.file | _bit(flags, KPF_SWAPCACHE)
+    sure &= ~(large & cached & (nr_pages < 1))
+    huge = _bit(flags, KPF_HUGE)
+    # hugetlb held one page-cache reference for a whole page up to 6.6, one for each page since (mm/filemap.c).
+    in_cache = np.where(huge & (pages["refcount"] < nr_pages), 1, nr_pages)
+    private = state.file & (_bit(flags, KPF_PRIVATE) | _bit(flags, KPF_PRIVATE_2)) & ~huge
+    total = maps + np.where(cached, in_cache, 0) + private
+    # KSM, zero and special pages have references of their own kind.
+    sure &= (state.state == PRESENT) & ~_bit(flags, KPF_KSM)
+    return np.where(sure, total, UNKNOWN_COUNT).astype(np.int64)
+
+
+__all__ = [
+    "ABSENT",
+    "GUP_PIN_COUNTING_BIAS",
+    "STATE_NAMES",
+    "UNKNOWN_COUNT",
+    "PageReader",
+    "PageState",
+]
