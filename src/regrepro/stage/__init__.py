@@ -136,7 +136,8 @@ class Stage:
         `longterm` (FOLL_PIN with FOLL_LONGTERM, as fixed drivers do) or `none`; left out, the pin of this
         run.
         """
-        default, owner = self.backend.default_pin()
+        default, default_owner = self.backend.default_pin()
+        owner = default_owner
         wanted = kind or default
         if wanted not in pins.KINDS:
             raise UsageError(f"kind={wanted!r} is not known", hint=f"one of {', '.join(pins.KINDS)}")
@@ -174,7 +175,11 @@ class Stage:
 
         def take() -> None:
             for offset, length in ranges:
-                held.append(self.backend.hold(wanted, buffer.address + offset, length))
+                start = buffer.address + offset
+                if owner == default_owner and kind is None:
+                    held.append(self.backend.hold_default(start, length))
+                else:
+                    held.append(self.backend.hold(wanted, start, length))
 
         error, trace, seconds = self._call(take)
         api = held[0].api if held else None

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -38,7 +39,7 @@ class HeldPin(Protocol):
     owner: str
     api: str
 
-    def alive(self) -> bool: ...
+    def alive(self) -> bool | None: ...
     def release(self) -> Any: ...
 
 
@@ -112,6 +113,8 @@ class Backend(Protocol):
     def snapshot(self, address: int, length: int, counts: bool) -> PageState | None: ...
     def hold(self, kind: str, address: int, length: int) -> HeldPin: ...
     def default_pin(self) -> tuple[str, str]: ...
+    def hold_default(self, address: int, length: int) -> HeldPin: ...
+    def why_no_cuda(self) -> str: ...
     def registrar(self) -> Registrar: ...
     def available_memory(self) -> int: ...
     def zones(self) -> list[Zone]: ...
@@ -172,6 +175,8 @@ class System:
         self.in_lab = in_lab
         self._reader: Any = None
         self._registrar: Registrar | None = None
+        self._cuda: Any = None
+        self._no_cuda = ""
 
     def allocate(self, length: int, backing: str) -> Range:
         """Map memory of the given backing; nothing is touched. Raises OSError, `Unmet`."""
@@ -229,8 +234,46 @@ class System:
         return self._reader.snapshot(address, length, counts=counts)
 
     def default_pin(self) -> tuple[str, str]:
-        """Return kind and owner of the pin that a scenario gets that names no kind."""
-        return "pin", PIN_OWNERS["pin"]
+        """Return kind and owner of the pin of this run: CUDA's where `--cuda` gives one."""
+        kind = default_contract(self.options)
+        cuda = self._open_cuda()
+        return (kind, cuda.owner) if cuda is not None else (kind, PIN_OWNERS[kind])
+
+    def hold_default(self, address: int, length: int) -> HeldPin:
+        """Take the pin of this run over a range. Raises OSError."""
+        cuda = self._open_cuda()
+        if cuda is not None:
+            return CudaPin(cuda, address, length)
+        return self.hold(default_contract(self.options), address, length)
+
+    def why_no_cuda(self) -> str:
+        """Return why there is no CUDA in this run; empty where there is."""
+        return "" if self._open_cuda() is not None else self._no_cuda
+
+    def _open_cuda(self) -> Any:
+        """Open CUDA once a process: it does not survive a fork. Raises `Unmet` where it was asked for."""
+        mode = self.options.cuda
+        if self._cuda is None and not self._no_cuda:
+            if mode == "none":
+                self._no_cuda = "--cuda none"
+            elif mode == "auto" and not NVIDIA_DRIVER.exists():
+                self._no_cuda = f"no NVIDIA driver is loaded ({NVIDIA_DRIVER} is missing)"
+            else:
+                self._cuda = self._try_cuda(mode)
+        return self._cuda
+
+    def _try_cuda(self, mode: str) -> Any:
+        from regrepro.core import cuda
+
+        try:
+            return cuda.open_cuda("real" if mode == "auto" else mode, self.options.gpu)
+        except (RegreproError, cuda.CudaError) as error:
+            self._no_cuda = str(error)
+            if mode == "auto":
+                return None
+            raise Unmet(
+                "cuda", self._no_cuda, "run on a GPU node, or use --cuda standin:pin or standin:longterm"
+            ) from None
 
     def hold(self, kind: str, address: int, length: int) -> HeldPin:
         """Take a pin of a kind over a range. Raises OSError with the kernel's errno."""
@@ -279,6 +322,48 @@ class System:
             with suppress(OSError, RegreproError):
                 self._registrar.close()
             self._registrar = None
+        if self._cuda is not None:
+            self._cuda.close()
+            self._cuda = None
+
+
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+
+
+def default_contract(options: RunOptions) -> str:
+    """Return the kind of the pin of a run. What a real driver asks for is measured, not known beforehand."""
+    return "longterm" if options.cuda == "standin:longterm" else "pin"
+
+
+class CudaPin:
+    """A pin that CUDA holds, by `cudaHostRegister`. Raises OSError with CUDA's own name in its text."""
+
+    api = "cudaHostRegister"
+
+    def __init__(self, cuda: Any, address: int, length: int) -> None:
+        self.owner: str = cuda.owner
+        self._cuda = cuda
+        self._address = address
+        self._call(lambda: cuda.host_register(address, length))
+
+    def alive(self) -> bool | None:
+        """Return whether it is held: the stand-in knows, NVIDIA's driver cannot be asked (None)."""
+        answer: bool | None = self._cuda.pin_alive(self._address)
+        return answer
+
+    def release(self) -> None:
+        self._call(lambda: self._cuda.host_unregister(self._address))
+
+    @staticmethod
+    def _call(call: Callable[[], None]) -> None:
+        from regrepro.core.cuda import CudaError
+
+        try:
+            call()
+        except CudaError as error:
+            # CUDA hides the errno; the record needs one beside CUDA's own name, which the text has.
+            number = error.errno or errno.EIO
+            raise OSError(number, str(error)) from None
 
 
 def default_huge_page_size() -> int:

@@ -31,9 +31,12 @@ class Pin:
     def __bool__(self) -> bool:
         return bool(self._held)
 
-    def alive(self) -> bool:
-        """Return whether every part of the pin is held by the kernel at this moment."""
-        return bool(self._held) and all(held.alive() for held in self._held)
+    def alive(self) -> bool | None:
+        """Return whether every part of it is held at this moment; None where its owner cannot be asked."""
+        answers = [held.alive() for held in self._held]
+        if not answers or False in answers:
+            return False
+        return None if None in answers else True
 
     def release(self) -> None:
         """Let the pages go; the bytes of the buffer stay as they are. Nothing to do if it is not held."""

@@ -48,8 +48,8 @@ def find_device(options: RunOptions) -> tuple[str | None, str]:
         return None, missing
     try:
         devices = list(verbs.devices())
-    except OSError as error:
-        return None, f"the RDMA devices cannot be listed: {error.strerror or error}"
+    except (OSError, RegreproError) as error:
+        return None, f"the RDMA devices cannot be listed: {getattr(error, 'strerror', None) or error}"
     if options.rdma_device != "auto":
         if options.rdma_device in devices:
             return options.rdma_device, ""
@@ -107,32 +107,22 @@ class VerbsRegistrar:
         self.device = device
         self.stand_in = software_driver(device)
         self._options = options
-        self._access: dict[str, int] = verbs.ACCESS
+        self._access_bits = verbs.access_bits
         self._pyverbs: Any = None
         try:
             self._device = verbs.Device(device)
             self._pd = self._device.pd()
-        except OSError as error:
+        except (OSError, RegreproError) as error:
             raise Unmet(
                 "rdma",
-                f"{device} cannot be opened: {error.strerror or error}",
+                f"{device} cannot be opened: {getattr(error, 'strerror', None) or error}",
                 "check the permissions of /dev/infiniband/uverbs*",
             ) from None
-
-    def access_bits(self, access: tuple[str, ...]) -> int:
-        """Return the flags as verbs' bits. Raises `RegreproError` for a name that is none."""
-        bits = 0
-        for name in access:
-            if name not in self._access:
-                known = ", ".join(self._access)
-                raise RegreproError(f"unknown access flag {name!r}", hint=f"known are {known}")
-            bits |= self._access[name]
-        return bits
 
     def register(
         self, verb: str, address: int, length: int, *, iova: int, access: tuple[str, ...], fd: int | None
     ) -> MemoryRegion:
-        bits = self.access_bits(access)
+        bits = self._access_bits(access)
         if verb == "ibv_reg_mr_iova2":
             return _VerbsRegion(self._pd.reg_mr_iova2(address, length, iova, bits))
         if verb == "ibv_reg_mr":

@@ -1,0 +1,20 @@
+"""One wrong page is enough."""
+
+from regrepro import Stage, change, scenario
+
+
+@scenario(
+    shows="section 15: at least one page that cannot be moved fails the whole registration",
+    needs=("root", "unpinnable", "registrar"),
+    expects={"pin": "reproduced", "longterm": "not-reproduced"},
+    controls={"no-pin": change(pin="none"), "ordinary-memory": change(place="ordinary")},
+    profiles=("default", "node"),
+    timeout=180,
+)
+def one_page_of_many(stage: Stage) -> None:
+    """One unpinnable, pinned page among 64 ordinary ones fails the registration of all."""
+    buffer = stage.buffer(pages=64, place={"unpinnable": [41]})
+    pin = stage.pin(buffer, pages=[41])
+    stage.register(buffer)
+    pin.release()
+    stage.register(buffer).deregister()

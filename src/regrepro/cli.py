@@ -1,0 +1,301 @@
+"""The command line. Each command calls one room; errors that a user can mend are one line on stderr."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import importlib
+import importlib.util
+import json
+import os
+import re
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+# Its threads would be forked away from, and starting them costs time: nothing here multiplies matrices.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+import click
+
+from regrepro import __version__
+from regrepro.errors import EXIT_USAGE, EnvironmentProblem, RegreproError
+from regrepro.options import (
+    CUDA_CHOICES,
+    PLACE_CHOICES,
+    PROFILES,
+    TRACE_CHOICES,
+    RunOptions,
+    parse_size,
+)
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+# Commands of other rooms: module and name. A room that is not built yet has no command.
+_ROOMS = {
+    "lab": ("regrepro.lab.commands", "lab"),
+    "audit": ("regrepro.audit.commands", "audit"),
+    "explain": ("regrepro.explain.commands", "explain"),
+}
+
+
+class _Rooms(click.Group):
+    """Finds the commands of other rooms, and imports a room only when it is used."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        rooms = [name for name, (module, _) in _ROOMS.items() if importlib.util.find_spec(module)]
+        return sorted({*super().list_commands(ctx), *rooms})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        own = super().get_command(ctx, cmd_name)
+        if own is not None or cmd_name not in _ROOMS:
+            return own
+        module, name = _ROOMS[cmd_name]
+        if importlib.util.find_spec(module) is None:
+            return None
+        command: click.Command = getattr(importlib.import_module(module), name)
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError:
+            import difflib
+
+            known = self.list_commands(ctx)
+            near = difflib.get_close_matches(args[0], known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"commands are {', '.join(known)}"
+            raise click.UsageError(f"no command {args[0]!r} ({hint})", ctx) from None
+
+
+class Size(click.ParamType):  # type: ignore[type-arg]  # generic in new clicks only
+    """A size in bytes: `512M`, `2G`."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        try:
+            return parse_size(str(value))
+        except RegreproError as error:
+            self.fail(str(error), param, ctx)
+
+
+def run_options(command: _Command) -> _Command:
+    """Add the options that `run` and `lab run` share; `make_run_options` reads them."""
+    options = [
+        click.option("--profile", type=click.Choice(PROFILES), default="default", show_default=True,
+                     help="Which scenarios to run when none is named."),
+        click.option("--out", type=click.Path(file_okay=False, path_type=Path),
+                     help="Run directory to make  [default: ./regrepro-runs/<time>-<host>]"),
+        click.option("--cuda", type=click.Choice(CUDA_CHOICES), default="auto", show_default=True,
+                     help="Who pins: the GPU's driver, a stand-in, or nobody."),
+        click.option("--gpu", type=click.IntRange(min=0), default=0, show_default=True, help="Which GPU."),
+        click.option("--rdma-device", default="auto", show_default=True, metavar="NAME|auto|none",
+                     help="RDMA device to register with; none: io_uring in its place."),
+        click.option("--port", type=click.IntRange(1, 255), default=1, show_default=True, help="Its port."),
+        click.option("--gid-index", type=click.IntRange(min=0), help="GID index for transfers."),
+        click.option("--trace", type=click.Choice(TRACE_CHOICES), default="auto", show_default=True,
+                     help="The kernel's own trace of each pin and registration."),
+        click.option("--place", type=click.Choice(PLACE_CHOICES), default="gather", show_default=True,
+                     help="How pages are put into unpinnable memory."),
+        click.option("--pressure-limit", type=Size(), metavar="SIZE",
+                     help="With --place pressure: how much memory may be held meanwhile."),
+        click.option("--timeout", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS",
+                     help="Time limit of each pass, in the place of the scenario's own."),
+        click.option("--expect", type=click.Choice(["declared"]),
+                     help="Judge by what the scenario files declare: exit 0 as declared, 10 not so."),
+    ]  # fmt: skip
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def make_run_options(names: tuple[str, ...], values: dict[str, Any]) -> RunOptions:
+    """Make run options of the values that the options of `run_options` gave."""
+    keys = set(RunOptions.__dataclass_fields__) - {"names"}
+    return RunOptions(names=names, **{key: value for key, value in values.items() if key in keys})
+
+
+def default_out() -> Path:
+    """Return a run directory that does not exist yet: `./regrepro-runs/<time>-<host>`."""
+    host = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname()) or "host"
+    base = Path("regrepro-runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{host}"
+    path, number = base, 2
+    while True:
+        # Made here and now: two runs that start in one second must not share it.
+        try:
+            path.mkdir(parents=True)
+            return path
+        except FileExistsError:
+            path, number = base.with_name(f"{base.name}-{number}"), number + 1
+        except OSError as error:
+            raise EnvironmentProblem(
+                f"cannot make {path}",
+                why=error.strerror or str(error),
+                hint="give --out a directory that can be written",
+            ) from None
+
+
+def conclude(run_dir: Path, *, as_json: bool, expect_declared: bool, write: bool = True) -> int:
+    """Judge a run directory, write `verdicts.json`, show the verdicts; return the contract's exit code."""
+    from regrepro import judge
+    from regrepro.record import read_record
+
+    record = read_record(run_dir)
+    verdicts = judge.judge_record(record)
+    directory = run_dir if run_dir.is_dir() else run_dir.parent
+    if write:
+        write_json(directory / "verdicts.json", verdicts)
+    if as_json:
+        click.echo(json.dumps(verdicts, indent=2))
+    else:
+        from regrepro.views import terminal
+
+        terminal.show(verdicts, record, directory, file=sys.stdout)
+    return int(judge.exit_code(verdicts, expect_declared=expect_declared))
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file whole or not at all. Raises `EnvironmentProblem`."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        partial.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise EnvironmentProblem(
+            f"cannot write {path}",
+            why=error.strerror or str(error),
+            hint="make room there; `regrepro judge` gives the verdicts again",
+        ) from None
+
+
+@click.group(cls=_Rooms, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="regrepro")
+def group() -> None:
+    """Reproduce, prove and report RDMA registrations that fail because of a pin without FOLL_LONGTERM.
+
+    Exit codes: 0 nothing reproduced and everything decided, 10 something reproduced, 11 another failure, 125
+    undecided, 2 usage or environment.
+    """
+
+
+@group.command("list")
+@click.option("--profile", type=click.Choice(PROFILES), help="Only those of one profile.")
+@click.option("--json", "as_json", is_flag=True, help="For programs.")
+@click.argument("files", nargs=-1)
+def list_command(profile: str | None, as_json: bool, files: tuple[str, ...]) -> None:
+    """Show the scenarios: the shipped ones, or those of FILES."""
+    from regrepro.scenario import Library
+
+    library = Library()
+    scenarios = library.select(files, "default") if files else library.shipped()
+    if profile:
+        scenarios = [item for item in scenarios if profile in item.profiles]
+    if as_json:
+        click.echo(
+            json.dumps(
+                [
+                    {"name": item.name, "summary": item.summary, "file": item.file, **item.declared()}
+                    for item in scenarios
+                ],
+                indent=2,
+            )
+        )
+        return
+    width = max((len(item.name) for item in scenarios), default=0)
+    for item in scenarios:
+        click.echo(f"{item.name:<{width}}  {item.summary}")
+        expects = ", ".join(f"{verdict} with {contract}" for contract, verdict in item.expects.items())
+        click.echo(f"{'':<{width}}  expects {expects}; needs {', '.join(item.needs) or 'nothing'}")
+
+
+@group.command("run")
+@click.argument("names", nargs=-1, metavar="[SCENARIO|FILE.py]...")
+@run_options
+@click.option("--json", "as_json", is_flag=True, help="Print the verdicts as JSON.")
+@click.option("--quiet", "-q", is_flag=True, help="No progress.")
+@click.pass_context
+def run_command(
+    ctx: click.Context, /, names: tuple[str, ...], out: Path | None, as_json: bool, quiet: bool, **values: Any
+) -> None:
+    """Run scenarios on this machine and judge what was seen."""
+    from regrepro import runner
+    from regrepro.progress import Lines, Silent
+    from regrepro.scenario import Library
+
+    options = make_run_options(names, values)
+    library = Library()
+    library.select(
+        names, options.profile
+    )  # what is wrong with names and files is said before anything is made
+    made = out is None
+    directory = default_out() if out is None else out
+    progress = Silent() if quiet else Lines()
+    try:
+        runner.run(names, options, directory, progress, library=library)
+    except runner.Interrupted as interrupted:
+        with contextlib.suppress(RegreproError):
+            conclude(directory, as_json=as_json, expect_declared=options.expect == "declared")
+        raise interrupted from None
+    except RegreproError:
+        if made:
+            with contextlib.suppress(OSError):
+                directory.rmdir()  # nothing was recorded
+        raise
+    ctx.exit(conclude(directory, as_json=as_json, expect_declared=options.expect == "declared"))
+
+
+@group.command("judge")
+@click.argument("run_dir", type=click.Path(path_type=Path))
+@click.option("--expect", type=click.Choice(["declared"]), help="Exit by what the scenario files declare.")
+@click.option("--json", "as_json", is_flag=True, help="Print the verdicts as JSON.")
+@click.option("--write/--no-write", default=False, help="Also write verdicts.json into the run directory.")
+@click.pass_context
+def judge_command(ctx: click.Context, run_dir: Path, expect: str | None, as_json: bool, write: bool) -> None:
+    """Judge a run directory again, on any machine, from its record alone."""
+    ctx.exit(conclude(run_dir, as_json=as_json, expect_declared=expect == "declared", write=write))
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line and exit. Exit code 1 means a crash of regrepro itself, never a user's mistake."""
+    try:
+        code = group.main(arguments, prog_name="regrepro", standalone_mode=False)
+        sys.stdout.flush()
+    except click.exceptions.Exit as leave:
+        code = leave.exit_code
+    except click.ClickException as error:
+        context = getattr(error, "ctx", None)
+        hint = f" (see {context.command_path} --help)" if context is not None else ""
+        code = _complain(" ".join(error.format_message().split()) + hint, EXIT_USAGE)
+    except RegreproError as error:
+        code = _complain(str(error), error.exit_code)
+    except (KeyboardInterrupt, click.Abort):
+        code = _complain("interrupted", 128 + signal.SIGINT)
+    except OSError as error:
+        if error.errno != errno.EPIPE:
+            raise
+        # The reader of our output went away: not ours to complain, and nobody to complain to.
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 128 + signal.SIGPIPE
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _complain(text: str, code: int) -> int:
+    with contextlib.suppress(OSError):
+        print(f"regrepro: {text}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,669 @@
+"""The runner: one child process for each pass through a scenario, and a record that survives whatever becomes
+of it.
+
+The child is forked after the imports, in a session of its own. It is killed when its time is up, when the run
+is interrupted, and by the kernel when the runner itself is killed. The end of each pass is written by the
+parent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import mmap
+import os
+import resource
+import select
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from regrepro.errors import EnvironmentProblem, RegreproError, Unmet
+from regrepro.options import RunOptions
+from regrepro.progress import Progress, Silent
+from regrepro.record import FILE_NAME, RecordProblem, RecordWriter
+from regrepro.scenario import Change, Instead, Library, Scenario
+from regrepro.stage import Stage, needs
+from regrepro.stage.backend import Backend, MemoryMap, System, Tracer, default_contract
+
+_PR_SET_PDEATHSIG = 1
+_OUTPUT_LIMIT = 8000
+# After SIGKILL: longer than the kernel takes to tear down a large address space under emulation.
+_DEATH_SECONDS = 15.0
+
+# What a child leaves in the shared byte when it got as far as this.
+_RUNNING, _FINISHED, _UNMET, _EXCEPTION, _RECORD_LOST = range(5)
+
+
+class Interrupted(RegreproError):
+    """The run was ended by a signal. What was recorded before is whole, and lies in `out_dir`."""
+
+    def __init__(self, signum: int, out_dir: Path) -> None:
+        self.exit_code = 128 + signum
+        self.out_dir = out_dir
+        name = signal.Signals(signum).name
+        super().__init__(f"ended by {name}", hint=f"what was recorded before lies in {out_dir}")
+
+
+class Environment:
+    """The machine as the runner needs it. Tests put their own in its place."""
+
+    in_lab = False
+
+    def __init__(self) -> None:
+        with contextlib.suppress(ImportError):
+            from regrepro.lab.token import in_lab_guest
+
+            self.in_lab = bool(in_lab_guest())
+
+    def preload(self) -> None:
+        """Import what the children need, so that each has it by the fork."""
+        import numpy  # noqa: F401
+
+        import regrepro.core.iouring
+        import regrepro.core.memory
+        import regrepro.core.pins
+        import regrepro.core.verbs
+        import regrepro.kernel.pagestate
+        import regrepro.stage.registrars  # noqa: F401
+
+    def node_facts(self) -> dict[str, Any]:
+        from regrepro.kernel.node import node_facts
+
+        return node_facts()
+
+    def reclaim(self) -> list[str]:
+        """Give back what killed runs left; return a sentence for each thing."""
+        from regrepro.kernel import leftovers
+
+        return leftovers.reclaim()
+
+    def journal(self) -> Any:
+        """Return the journal of this run: what it must give back, also after a kill, at the next start."""
+        from regrepro.kernel.leftovers import Journal
+
+        return Journal()
+
+    def memory_map(self) -> MemoryMap:
+        from regrepro.kernel.memorymap import read_memory_map
+
+        return read_memory_map()
+
+    def online_movable(self, journal: Any) -> Any:
+        """Make a block of unpinnable memory. Raises `Unmet`."""
+        from regrepro.kernel.memoryblocks import online_movable
+
+        return online_movable(journal)
+
+    def tracer(self, journal: Any) -> Tracer:
+        from regrepro.kernel.trace import Tracer as KernelTracer
+
+        return KernelTracer(journal)
+
+    def reservations(self) -> list[dict[str, Any]]:
+        from regrepro import reservations
+
+        return [item.as_record() for item in reservations.read()]
+
+    def stand_ins(self, options: RunOptions) -> list[dict[str, str]]:
+        """Return the stand-ins of the registrar, for the header; pins are added by what the run holds."""
+        from regrepro.stage.registrars import find_device, software_driver
+
+        device, _ = find_device(options)
+        if device is None:
+            return [
+                {
+                    "name": "io-uring",
+                    "replaces": "an RDMA device",
+                    "what": "registers by io_uring fixed buffers: the same FOLL_LONGTERM pin as for an MR",
+                }
+            ]
+        driver = software_driver(device)
+        if driver is None:
+            return []
+        return [
+            {
+                "name": driver,
+                "replaces": "an RDMA card, such as a ConnectX",
+                "what": f"{device} is RDMA in software; it registers by the kernel's common ib_umem_get",
+            }
+        ]
+
+    def backend(self, options: RunOptions, memory_map: MemoryMap | None) -> Backend:
+        return System(options, memory_map, in_lab=self.in_lab)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One way through a scenario's body: the scenario itself, or one of its controls."""
+
+    scenario: Scenario
+    control: str | None
+    body: Scenario
+    change: Change | None
+
+    def contract(self, options: RunOptions) -> str:
+        """Return what the pin of this pass promises."""
+        if self.change is not None and self.change.variable == "pin":
+            return self.change.value
+        return self.body.contract(default_contract(options))
+
+
+def passes(scenario: Scenario, library: Library) -> Iterator[Pass]:
+    """Yield the passes of a scenario: itself, then each control."""
+    yield Pass(scenario, None, scenario, None)
+    for name, control in scenario.controls.items():
+        if isinstance(control, Instead):
+            yield Pass(scenario, name, library.by_name(control.scenario, beside=scenario), None)
+        else:
+            yield Pass(scenario, name, scenario, control)
+
+
+def run(
+    names: Iterable[str],
+    options: RunOptions,
+    out_dir: str | os.PathLike[str],
+    progress: Progress | None = None,
+    *,
+    lab: dict[str, Any] | None = None,
+    environment: Environment | None = None,
+    library: Library | None = None,
+) -> Path:
+    """Run scenarios and write `record.jsonl` into `out_dir`; return that directory.
+
+    `names`: scenarios and files; none: those of the options' profile. `lab`: the header's `lab`, in a lab
+    guest. Raises `UsageError` for what is wrong with names or files, before anything is made;
+    `EnvironmentProblem` where the record cannot be written; `Interrupted` after SIGINT, SIGTERM or SIGHUP,
+    with everything given back.
+    """
+    shelf = library or Library()
+    scenarios = shelf.select(names, options.profile)
+    directory = Path(out_dir)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise EnvironmentProblem(
+            f"cannot make {directory}",
+            why=error.strerror or str(error),
+            hint="give --out a directory that can be written",
+        ) from None
+    planned = [one for scenario in scenarios for one in passes(scenario, shelf)]
+    runner = _Run(options, directory, progress or Silent(), environment or Environment())
+    runner.run(planned, lab)
+    return directory
+
+
+class _Signals:
+    """Notes SIGINT, SIGTERM and SIGHUP for the length of a run; a wait for a child wakes up by `fd`."""
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self._saved: dict[int, Any] = {}
+        self.fd, self._write_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._saved_wakeup = -1
+
+    def __enter__(self) -> _Signals:
+        with contextlib.suppress(ValueError):  # not the main thread: whoever calls handles signals
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    self._saved[number] = signal.signal(number, self._note)
+            self._saved_wakeup = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(ValueError):
+            signal.set_wakeup_fd(self._saved_wakeup)
+            for number, handler in self._saved.items():
+                signal.signal(number, handler)
+        os.close(self.fd)
+        os.close(self._write_fd)
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        if self.received is None:
+            self.received = number
+
+    def reset_in_child(self) -> None:
+        """Give a forked child the default handling."""
+        signal.set_wakeup_fd(-1)
+        for number in self._saved:
+            signal.signal(number, signal.SIG_DFL)
+
+
+class _Run:
+    def __init__(
+        self, options: RunOptions, directory: Path, progress: Progress, environment: Environment
+    ) -> None:
+        self._options = options
+        self._directory = directory
+        self._progress = progress
+        self._environment = environment
+        self._tracer: Tracer | None = None
+        self._trace_status: dict[str, Any] = {"status": "off", "why": "--trace off"}
+        self._unmet: Unmet | None = None  # of the run: no pass can do without
+        self._memory_map: MemoryMap | None = None
+        self._map_problem = ""
+
+    def run(self, planned: list[Pass], lab: dict[str, Any] | None) -> None:
+        environment, options = self._environment, self._options
+        header = {
+            "run": options.as_json() | {"names": list(dict.fromkeys(item.scenario.name for item in planned))},
+            "node": environment.node_facts(),
+            "lab": lab,
+            "stand_ins": environment.stand_ins(options),
+        }
+        try:
+            writer = RecordWriter(self._directory / FILE_NAME, header)
+        except RegreproError:
+            with contextlib.suppress(OSError):
+                self._directory.rmdir()  # empty: ours, or as good as
+            raise
+        with writer, _Signals() as signals:
+            self._writer, self._signals = writer, signals
+            with contextlib.ExitStack() as cleanup:
+                self._prepare(cleanup)
+                self._passes(planned)
+            writer.event("run-end", outcome="finished" if signals.received is None else "interrupted")
+            if signals.received is not None:
+                raise Interrupted(signals.received, self._directory)
+
+    def _prepare(self, cleanup: contextlib.ExitStack) -> None:
+        """Reclaim, look, reserve and arm; `cleanup` gives everything back."""
+        environment, writer = self._environment, self._writer
+        environment.preload()
+        for sentence in environment.reclaim():
+            writer.event("note", text=f"left by a killed run, given back: {sentence}", stand_in=None)
+            self._progress.say(f"left by a killed run, given back: {sentence}")
+        journal = environment.journal()
+        if hasattr(journal, "close"):
+            cleanup.callback(journal.close)
+        self._journal = journal
+        for item in environment.reservations():
+            writer.event("reservation", **item)
+            if item["ok"] is False:
+                self._progress.say(f"the boot reservation {item['argument']} failed")
+        if self._options.place == "online-movable":
+            self._online(journal, cleanup)
+        try:
+            self._memory_map = environment.memory_map()
+            writer.event("memory-map", **self._memory_map.as_record())
+        except (OSError, RegreproError) as error:
+            self._map_problem = str(error)
+            writer.event("note", text=f"no map of this node's memory: {error}", stand_in=None)
+        if self._options.trace != "off":
+            self._arm(journal, cleanup)
+
+    def _online(self, journal: Any, cleanup: contextlib.ExitStack) -> None:
+        try:
+            block = self._environment.online_movable(journal)
+        except Unmet as unmet:
+            self._unmet = unmet
+            self._writer.event(
+                "online-movable", block=None, range=None, step="failed", errno=None, why=str(unmet)
+            )
+            return
+        name = getattr(block, "name", None) or getattr(block, "block", None)
+        pages = list(block.range)
+        self._writer.event("online-movable", block=name, range=pages, step="online_movable", errno=None)
+        self._progress.say("a memory block was made unpinnable for this run")
+
+        def give_back() -> None:
+            try:
+                block.give_back()
+                self._writer.event("online-movable", block=name, range=pages, step="given-back", errno=None)
+            except (OSError, RegreproError) as error:
+                number = getattr(error, "errno", None)
+                from regrepro.stage import errno_name
+
+                self._writer.event(
+                    "online-movable",
+                    block=name,
+                    range=pages,
+                    step="failed",
+                    errno=errno_name(error) if isinstance(error, OSError) and number else None,
+                    why=str(error),
+                )
+                self._progress.say(f"the memory block could not be given back: {error}")
+
+        cleanup.callback(give_back)
+
+    def _arm(self, journal: Any, cleanup: contextlib.ExitStack) -> None:
+        try:
+            tracer = self._environment.tracer(journal)
+            available, why = tracer.status()
+            if available:
+                cleanup.callback(tracer.disarm)
+                tracer.arm()
+        except (ImportError, OSError, RegreproError) as error:
+            available, why = False, str(error)
+        if available:
+            self._tracer = tracer
+            return
+        if self._options.trace == "on":
+            raise EnvironmentProblem("the kernel's trace cannot be had", why=why, hint="leave --trace on out")
+        self._trace_status = {"status": "unavailable", "why": why}
+
+    def _passes(self, planned: list[Pass]) -> None:
+        backend = self._environment.backend(self._options, self._memory_map)
+        without_controls: set[str] = set()
+        for number, one in enumerate(planned, start=1):
+            if self._signals.received is not None:
+                return
+            name = one.scenario.name
+            if one.control is not None and name in without_controls:
+                continue
+            self._progress.scenario(name, one.control, number, len(planned))
+            outcome, seconds = self._pass(one, backend)
+            self._progress.scenario_ended(name, one.control, outcome, seconds)
+            if one.control is None and outcome == "unmet":
+                without_controls.add(name)  # what the scenario lacks, its controls lack as well
+
+    def _pass(self, one: Pass, backend: Backend) -> tuple[str, float]:
+        """Run one pass in a child; return its outcome and seconds."""
+        writer = self._writer
+        labels = {"scenario": one.scenario.name, "variant": "default", "control": one.control}
+        timeout = self._options.timeout or one.body.timeout
+        status = mmap.mmap(-1, mmap.PAGESIZE)
+        output = os.memfd_create("regrepro-output", os.MFD_CLOEXEC)
+        ready, go = os.pipe2(os.O_CLOEXEC)
+        parent = os.getpid()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        started = time.monotonic()
+        pid = os.fork()
+        if pid == 0:
+            os.close(go)
+            self._child(one, backend, parent=parent, ready=ready, output=output, status=status)
+        os.close(ready)
+        entry = None
+        try:
+            with contextlib.suppress(OSError, RegreproError, AttributeError):
+                entry = self._journal.add("process", pid=pid)
+            declared = one.body.declared() | {"timeout": timeout}
+            writer.event(
+                "scenario-begin",
+                **labels,
+                file=one.body.file,
+                body=one.body.name,
+                declared=declared,
+                contract=one.contract(self._options),
+                change=str(one.change) if one.change else None,
+                pid=pid,
+            )
+            if self._tracer is not None:
+                self._tracer.follow(pid)
+            os.write(go, b"g")
+            end = self._wait(pid, started + timeout)
+        except BaseException:
+            _kill(pid)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, 0)
+            raise
+        finally:
+            os.close(go)
+        seconds = round(time.monotonic() - started, 6)
+        text = _read_output(output)
+        os.close(output)
+        reached = status[0]
+        status.close()
+        if text:
+            writer.event("note", **labels, text=f"the scenario printed: {text}", stand_in=None)
+        outcome = self._outcome(end, reached, labels)
+        if entry is not None and outcome["outcome"] != "blocked":
+            with contextlib.suppress(OSError, RegreproError):
+                self._journal.remove(entry)
+        writer.event("scenario-end", **labels, **outcome, seconds=seconds)
+        if reached == _RECORD_LOST:
+            raise RecordProblem(
+                f"the record in {self._directory} could not be written",
+                why=text,
+                hint="what was recorded before is whole",
+            )
+        return str(outcome["outcome"]), seconds
+
+    def _outcome(self, end: _End, reached: int, labels: dict[str, Any]) -> dict[str, Any]:
+        """Return outcome and its particulars for scenario-end."""
+        if end.blocked:
+            return {"outcome": "blocked", "where": end.where}
+        if end.timed_out:
+            return {"outcome": "timeout", "where": end.where}
+        if end.signal is not None:
+            name = _signal_name(end.signal)
+            why = "the run was interrupted" if end.interrupted else None
+            return {"outcome": "killed", "signal": name} | ({"why": why} if why else {})
+        if reached == _FINISHED:
+            return {"outcome": "finished"}
+        if reached == _UNMET:
+            return {"outcome": "unmet"}
+        if reached == _RUNNING:
+            self._writer.event(
+                "exception",
+                **labels,
+                type="ProcessExit",
+                text=f"the process ended with exit status {end.status} before the scenario returned",
+                file=None,
+                line=None,
+                traceback="",
+            )
+        return {"outcome": "exception"}
+
+    def _wait(self, pid: int, deadline: float) -> _End:
+        """Wait until a child ends, its time is up or the run is interrupted; then kill what it left."""
+        end = _End()
+        with _Watched(pid, self._signals.fd) as watched:
+            while not watched.ended(min(1.0, max(0.0, deadline - time.monotonic()))):
+                if self._signals.received is not None:
+                    end.interrupted = True
+                    break
+                if time.monotonic() >= deadline:
+                    end.timed_out = True
+                    end.where = _where(pid)
+                    # Have it say in its output where it is; the handler runs in C, also within a system call.
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGUSR1)
+                    watched.ended(0.5)
+                    break
+            _kill(pid)
+            death = time.monotonic() + _DEATH_SECONDS
+            while not watched.ended(0.2):
+                if time.monotonic() >= death:
+                    end.blocked = True
+                    end.where = _where(pid)
+                    return end
+        _, status = os.waitpid(pid, 0)
+        code = os.waitstatus_to_exitcode(status)
+        end.status = code
+        if code < 0:
+            end.signal = -code
+        return end
+
+    def _child(
+        self,
+        one: Pass,
+        backend: Backend,
+        *,
+        parent: int,
+        ready: int,
+        output: int,
+        status: mmap.mmap,
+    ) -> None:
+        """Run a pass in the forked child. Never returns."""
+        try:
+            self._become_child(parent, output)
+            if os.read(ready, 1) != b"g":
+                os._exit(3)  # the parent is gone
+            status[0] = self._body(one, backend)
+        except BaseException:
+            # Not even the recording of the failure worked: leave words in the output.
+            with contextlib.suppress(BaseException):
+                traceback.print_exc()
+                sys.stderr.flush()
+            status[0] = _RECORD_LOST if isinstance(sys.exc_info()[1], RecordProblem) else _EXCEPTION
+        finally:
+            # No clean-up of the parent's: its atexit handlers and open files are not the child's.
+            with contextlib.suppress(BaseException):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(0)
+
+    def _become_child(self, parent: int, output: int) -> None:
+        self._signals.reset_in_child()
+        os.setsid()
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(3)
+        null = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null, 0)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        # Whatever the caller had made of these, the scenario's output goes to the record.
+        sys.stdout = open(1, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+        sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+        faulthandler.enable(file=2, all_threads=False)
+        faulthandler.register(signal.SIGUSR1, file=2, all_threads=False)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        # Should memory run out, this process goes first, and nothing of the node's own.
+        with contextlib.suppress(OSError):
+            Path("/proc/self/oom_score_adj").write_text("1000")
+
+    def _body(self, one: Pass, backend: Backend) -> int:
+        """Check the needs, run the body, and record what became of it."""
+        writer = self._writer
+        labels = {"scenario": one.scenario.name, "variant": "default", "control": one.control}
+        stage = Stage(
+            backend,
+            writer,
+            scenario=one.scenario.name,
+            control=one.control,
+            change=one.change,
+            tracer=self._tracer,
+            trace_status=self._trace_status,
+        )
+        reached = _FINISHED
+        try:
+            if self._unmet is not None:
+                raise self._unmet
+            needs.check(one.body.needs, backend)
+            one.body(stage)
+        except Unmet as unmet:
+            writer.event("unmet", **labels, need=unmet.need, why=unmet.why, how=unmet.how)
+            reached = _UNMET
+        except RecordProblem:
+            raise
+        except BaseException as error:
+            writer.event("exception", **labels, **_describe(error, one.body.file))
+            reached = _EXCEPTION
+        try:
+            stage.finish()
+        except RecordProblem:
+            raise
+        except BaseException as error:
+            writer.event("exception", **labels, **_describe(error, one.body.file))
+            reached = _EXCEPTION
+        return reached
+
+
+@dataclass
+class _End:
+    """How a child ended."""
+
+    status: int = 0
+    signal: int | None = None
+    timed_out: bool = False
+    interrupted: bool = False
+    blocked: bool = False
+    where: str | None = None
+
+
+class _Watched:
+    """Waits for the end of one child, by pidfd where the kernel has it (5.3), else by looking again."""
+
+    def __init__(self, pid: int, wakeup_fd: int) -> None:
+        self._pid = pid
+        self._wakeup_fd = wakeup_fd
+        self._poll = select.poll()
+        self._poll.register(wakeup_fd, select.POLLIN)
+        try:
+            self._fd = os.pidfd_open(pid)
+            self._poll.register(self._fd, select.POLLIN)
+        except (OSError, AttributeError):
+            self._fd = -1
+
+    def __enter__(self) -> _Watched:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+
+    def _is_dead(self) -> bool:
+        # WNOWAIT: it stays a zombie, so that its process group cannot be another's yet.
+        return os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+    def ended(self, seconds: float) -> bool:
+        """Return whether the child has ended, after waiting at most so long; a signal ends the wait."""
+        deadline = time.monotonic() + seconds
+        while True:
+            if self._is_dead():
+                return True
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            step = left if self._fd >= 0 else min(left, 0.02)
+            for fd, _ in self._poll.poll(step * 1000):
+                if fd == self._wakeup_fd:
+                    with contextlib.suppress(BlockingIOError):
+                        os.read(self._wakeup_fd, 512)
+                    return self._is_dead()
+
+
+def _kill(pid: int) -> None:
+    """Kill a child and all that is left of its session's process group."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def _where(pid: int) -> str | None:
+    """Return where in the kernel a process waits, as far as it may be seen."""
+    for name in ("stack", "wchan"):
+        with contextlib.suppress(OSError):
+            text = Path(f"/proc/{pid}/{name}").read_text().strip()
+            if text and text != "0":
+                return text[:2000]
+    return None
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _read_output(fd: int) -> str:
+    size = os.fstat(fd).st_size
+    text = os.pread(fd, _OUTPUT_LIMIT, 0).decode("utf-8", "backslashreplace").strip()
+    if size > _OUTPUT_LIMIT:
+        text += f" … ({size - _OUTPUT_LIMIT} bytes more)"
+    return text
+
+
+def _describe(error: BaseException, file: str) -> dict[str, Any]:
+    """Return an exception as the record holds it: the innermost place in the scenario's own file."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if frame.filename == file] or list(frames)
+    return {
+        "type": type(error).__name__,
+        "text": str(error),
+        "file": own[-1].filename if own else None,
+        "line": own[-1].lineno if own else None,
+        "traceback": "".join(traceback.format_exception(error)),
+    }

@@ -1,0 +1,163 @@
+"""The needs of a scenario, checked before its body runs. An unmet one says why, and how to meet it."""
+
+from __future__ import annotations
+
+import operator
+import os
+import re
+from collections.abc import Callable, Iterable
+
+from regrepro.errors import Unmet
+from regrepro.scenario import KERNEL_NEED
+from regrepro.stage.backend import PAGE_SIZE, Backend, join
+from regrepro.stage.registrars import find_device
+
+_COMPARE = {
+    ">=": operator.ge,
+    "<=": operator.le,
+    "==": operator.eq,
+    ">": operator.gt,
+    "<": operator.lt,
+}
+
+
+def check(needs: Iterable[str], backend: Backend) -> None:
+    """Check needs in order. Raises `Unmet` for the first that is not met."""
+    for need in needs:
+        match = KERNEL_NEED.fullmatch(need)
+        if match:
+            _kernel(need, match[1], (int(match[2]), int(match[3])))
+        else:
+            _CHECKS[need](backend)
+
+
+def _kernel(need: str, comparison: str, wanted: tuple[int, int]) -> None:
+    release = os.uname().release
+    running = re.match(r"(\d+)\.(\d+)", release)
+    if running is None or not _COMPARE[comparison]((int(running[1]), int(running[2])), wanted):
+        raise Unmet(
+            need, f"this kernel is {release}", "boot another kernel: regrepro lab run --kernel SERIES"
+        )
+
+
+def _root(backend: Backend) -> None:
+    if os.geteuid() != 0:
+        raise Unmet(
+            "root",
+            f"this runs as user {os.geteuid()}, to whom the kernel shows no PFNs, pageblock types or traces",
+            "run it as root (sudo): root sees where each page lies, and may hold the pin by userfaultfd",
+        )
+
+
+def _unpinnable(backend: Backend) -> None:
+    memory_map = backend.memory_map
+    if (
+        memory_map is None
+        or memory_map.has_unpinnable is None
+        or not (memory_map.has_unpinnable or memory_map.complete)
+    ):
+        problems = join(memory_map.problems) if memory_map is not None else ""
+        raise Unmet(
+            "unpinnable",
+            problems or "it is not known whether this node has unpinnable memory",
+            "run as root on a kernel with /proc/kcore and BTF, without lockdown",
+        )
+    # A node that provably has none is an answer, too: the steps run on ordinary pages, and the verdict says
+    # so.
+
+
+def _has_place(need: str, code: str, how: str) -> Callable[[Backend], None]:
+    def check_place(backend: Backend) -> None:
+        _unpinnable(backend)
+        assert backend.memory_map is not None
+        ranges = backend.memory_map.as_record().get("unpinnable_ranges") or []
+        if not any(item[2] == code for item in ranges):
+            raise Unmet(need, f"this node has no {need} memory", how)
+
+    return check_place
+
+
+def _registrar(backend: Backend) -> None:
+    registrar = backend.registrar()
+    if registrar.device == "io_uring":
+        _io_uring(backend)
+
+
+def _rdma(backend: Backend) -> None:
+    device, why = find_device(backend.options)
+    if device is None:
+        raise Unmet(
+            "rdma",
+            why,
+            "use a machine with an RDMA device, or make one: rdma link add rxe0 type rxe netdev DEV",
+        )
+    backend.registrar()
+
+
+def _page_state(backend: Backend) -> None:
+    memory = backend.allocate(PAGE_SIZE, "anonymous")
+    try:
+        memory.populate()
+        state = backend.snapshot(memory.address, memory.length, counts=False)
+    finally:
+        memory.close()
+    if state is None or state.pfn is None:
+        why = join(state.problems) if state is not None else "this node's memory could not be mapped"
+        raise Unmet("page-state", why, "run as root: PFNs need CAP_SYS_ADMIN")
+
+
+def _probe_pin(need: str, kind: str, how: str) -> Callable[[Backend], None]:
+    def probe(backend: Backend) -> None:
+        memory = backend.allocate(PAGE_SIZE, "anonymous")
+        try:
+            memory.populate()
+            backend.hold(kind, memory.address, memory.length).release()
+        except OSError as error:
+            raise Unmet(need, error.strerror or str(error), how) from None
+        finally:
+            memory.close()
+
+    return probe
+
+
+_userfaultfd = _probe_pin("userfaultfd", "pin", "run as root, or set vm.unprivileged_userfaultfd=1")
+_io_uring = _probe_pin(
+    "io-uring",
+    "longterm",
+    "use a kernel with CONFIG_IO_URING, kernel.io_uring_disabled=0, and enough memlock",
+)
+
+
+def _lab(backend: Backend) -> None:
+    if not backend.in_lab:
+        raise Unmet("lab", "this scenario could hurt a node", "run it in a virtual machine: regrepro lab run")
+
+
+def _cuda(backend: Backend) -> None:
+    why = backend.why_no_cuda()
+    if why:
+        raise Unmet("cuda", why, "run on a GPU node, or with --cuda standin:pin or standin:longterm")
+
+
+def _dmabuf(backend: Backend) -> None:
+    _cuda(backend)
+    if find_device(backend.options)[0] is None:
+        _rdma(backend)
+
+
+_CHECKS: dict[str, Callable[[Backend], None]] = {
+    "root": _root,
+    "unpinnable": _unpinnable,
+    "cma": _has_place("CMA", "cma", "boot with cma=512M or hugetlb_cma=2G, on a kernel with CONFIG_CMA"),
+    "movable-zone": _has_place(
+        "ZONE_MOVABLE", "movable-zone", "boot with movablecore=512M, or use --place online-movable"
+    ),
+    "registrar": _registrar,
+    "rdma": _rdma,
+    "cuda": _cuda,
+    "dmabuf": _dmabuf,
+    "page-state": _page_state,
+    "userfaultfd": _userfaultfd,
+    "io-uring": _io_uring,
+    "lab": _lab,
+}
