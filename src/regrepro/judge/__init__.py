@@ -1,0 +1,10 @@
+"""The judge: record → verdicts. A pure function over what was recorded; no kernel, no device, no clock.
+
+It imports nothing but the standard library and `regrepro.errors`, so that anyone can run it on a record
+alone.
+"""
+
+from regrepro.judge.layers import LAYERS
+from regrepro.judge.verdict import SCHEMA, as_declared, exit_code, judge_record
+
+__all__ = ["LAYERS", "SCHEMA", "as_declared", "exit_code", "judge_record"]

@@ -1,0 +1,523 @@
+"""One pass over a record: events → typed facts, so that rules need not look at JSON.
+
+What is malformed becomes a problem of its pass and counts as unknown; reading never raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from regrepro.judge.pagestate import PageState, read_page_state, whole_number
+from regrepro.judge.spans import Spans
+from regrepro.judge.tracefacts import Trace, read_trace
+
+
+class RecordLike(Protocol):
+    """What the judge needs of a record (`regrepro.record.Record` is one)."""
+
+    @property
+    def header(self) -> Mapping[str, Any]: ...
+
+    @property
+    def events(self) -> Iterable[Mapping[str, Any]]: ...
+
+    @property
+    def problems(self) -> Iterable[str]: ...
+
+
+@dataclass
+class Release:
+    """The release of a pin."""
+
+    seq: int
+    errno: str | None
+    was_alive: bool | None
+    checksums: tuple[object, object]
+    after: PageState | None
+
+    @property
+    def bytes_kept(self) -> bool | None:
+        """Whether the buffer's checksum is the same after the release; None where it was not taken."""
+        before, after = self.checksums
+        return None if before is None or after is None else before == after
+
+
+@dataclass
+class Pin:
+    """A pin, or the try of one (`errno`)."""
+
+    id: int
+    seq: int
+    buffer: int
+    kind: str
+    owner: str
+    api: str
+    errno: str | None
+    spans: Spans
+    before: PageState | None
+    after: PageState | None
+    trace: Trace
+    stand_in: str | None
+    release: Release | None = None
+
+
+@dataclass
+class Registration:
+    """A registration, or the try of one. `errno` is None if it succeeded; `spans` are pages of the buffer."""
+
+    id: int
+    seq: int
+    buffer: int
+    verb: str
+    device: str | None
+    address: int | None
+    length: int | None
+    iova: int | None
+    access: tuple[str, ...] | None
+    errno: str | None
+    before: PageState | None
+    after: PageState | None
+    alive: dict[int, tuple[bool | None, bool | None]]
+    trace: Trace
+    stand_in: str | None
+    spans: Spans
+    limits: Mapping[str, Any] = field(default_factory=dict)
+    pages_unknown: str = ""
+    deregistered: int | None = None
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether the verb gave an MR."""
+        return self.errno is None
+
+    @property
+    def shape(self) -> tuple[object, ...]:
+        """What must be equal for two registrations to be the same call."""
+        return (self.buffer, self.verb, self.device, self.address, self.length, self.iova, self.access)
+
+    @property
+    def through_umem(self) -> bool:
+        """Whether the kernel's RDMA core pins the pages (`ib_umem_get`), and not io_uring."""
+        return not self.verb.startswith("io_uring")
+
+
+@dataclass
+class Buffer:
+    """A buffer. `place` is what was asked, `placed` how it was got."""
+
+    id: int
+    seq: int
+    address: int
+    length: int
+    page_size: int
+    backing: str
+    owner: str
+    place: object
+    placed: str
+    vma: str
+    state: PageState | None
+    stand_in: str | None
+
+    @property
+    def asks_unpinnable(self) -> bool:
+        """Whether the scenario asked for unpinnable pages."""
+        return self.place == "unpinnable" or (isinstance(self.place, Mapping) and "unpinnable" in self.place)
+
+    def pages(self, address: int, length: int) -> Spans:
+        """The page indexes that a range of addresses touches, cut to the buffer."""
+        start = max(address, self.address) - self.address
+        end = min(address + length, self.address + self.length) - self.address
+        return Spans.range(start // self.page_size, -(-end // self.page_size))
+
+
+@dataclass
+class Pass:
+    """One pass through a scenario body: the scenario itself (`control` None) or one of its controls."""
+
+    scenario: str
+    variant: str
+    control: str | None
+    begun: bool = False
+    first_seq: int | None = None
+    last_seq: int | None = None
+    file: str = ""
+    declared: Mapping[str, Any] = field(default_factory=dict)
+    contract: str = ""
+    buffers: dict[int, Buffer] = field(default_factory=dict)
+    pins: dict[int, Pin] = field(default_factory=dict)
+    registrations: list[Registration] = field(default_factory=list)
+    transfers: list[Mapping[str, Any]] = field(default_factory=list)
+    steps: list[Mapping[str, Any]] = field(default_factory=list)
+    notes: list[Mapping[str, Any]] = field(default_factory=list)
+    unmet: Mapping[str, Any] | None = None
+    exception: Mapping[str, Any] | None = None
+    end: Mapping[str, Any] | None = None
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the body ran to its end."""
+        return self.end is not None and self.end.get("outcome") == "finished"
+
+    def held(self, at: int, buffer: int) -> list[Pin]:
+        """The pins on a buffer that were taken before an event and not released before it."""
+        return [
+            pin
+            for pin in self.pins.values()
+            if pin.buffer == buffer
+            and pin.errno is None
+            and pin.kind != "none"
+            and pin.seq < at
+            and (pin.release is None or pin.release.seq > at)
+        ]
+
+
+@dataclass
+class MemoryMap:
+    """What the node's memory map proves."""
+
+    complete: bool
+    has_unpinnable: bool | None
+    cma_blocks: int | None
+    selfcheck: bool | None
+    problems: list[str]
+    sources: list[str]
+
+
+@dataclass
+class Facts:
+    """A record, read."""
+
+    header: Mapping[str, Any]
+    passes: list[Pass]
+    memory_map: MemoryMap | None
+    lab: list[Mapping[str, Any]]
+    run_outcome: str | None
+    problems: list[str]
+    unknown_events: dict[str, int]
+
+    @property
+    def node(self) -> Mapping[str, Any]:
+        """The header's node facts."""
+        return _mapping(self.header.get("node"))
+
+    @property
+    def could_trace(self) -> bool:
+        """Whether the kernel traced at least one call of this run completely."""
+        return any(call.trace.complete for item in self.passes for call in item.registrations)
+
+    @property
+    def kernel(self) -> str:
+        """`uname -r`, or "unknown kernel"."""
+        return _text(self.node.get("kernel")) or "unknown kernel"
+
+    @property
+    def page_size(self) -> int | None:
+        """Of the node; None where the record does not say."""
+        size = whole_number(self.node.get("page_size"))
+        return size if size and size > 0 else None
+
+    @property
+    def pages_per_batch(self) -> int | None:
+        """How many pages `ib_umem_get` pins with one call: PAGE_SIZE / sizeof(struct page *)."""
+        if self.page_size is None:
+            return None
+        arch = _text(self.node.get("arch"))
+        pointer = 4 if arch in ("i386", "i486", "i586", "i686") or arch.startswith("armv") else 8
+        return max(1, self.page_size // pointer)
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else ""
+
+
+def _text_or_none(value: object) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _flag(value: object) -> bool | None:
+    return value if isinstance(value, bool) else None
+
+
+class _Malformed(Exception):
+    """An event lacks what it cannot be understood without."""
+
+
+def _number(event: Mapping[str, Any], key: str) -> int:
+    value = whole_number(event.get(key))
+    if value is None:
+        raise _Malformed(f"{key} is no number")
+    return value
+
+
+def _errno(event: Mapping[str, Any]) -> str | None:
+    """Return an errno name, None for success. A missing key is not a success."""
+    if "errno" not in event or not (event["errno"] is None or isinstance(event["errno"], str)):
+        raise _Malformed("errno is missing")
+    return event["errno"]
+
+
+KNOWN = frozenset(
+    {
+        "note",
+        "memory-map",
+        "reservation",
+        "online-movable",
+        "scenario-begin",
+        "unmet",
+        "buffer",
+        "pin",
+        "register",
+        "release",
+        "deregister",
+        "free",
+        "transfer",
+        "step",
+        "exception",
+        "scenario-end",
+        "lab",
+        "run-end",
+    }
+)
+
+
+def collect(record: RecordLike) -> Facts:
+    """Read a record once, in the order of its events."""
+    facts = Facts(_mapping(record.header), [], None, [], None, [str(text) for text in record.problems], {})
+    passes: dict[tuple[str, str, str | None], Pass] = {}
+    seqs: list[int] = []
+    for event in record.events:
+        if not isinstance(event, Mapping) or not isinstance(event.get("event"), str):
+            facts.problems.append("the record holds something that is no event")
+            continue
+        kind = event["event"]
+        seq = whole_number(event.get("seq"))
+        if seq is None:
+            facts.problems.append(f"an event ({kind}) has no seq and was left out")
+            continue
+        seqs.append(seq)
+        if kind not in KNOWN:
+            facts.unknown_events[kind] = facts.unknown_events.get(kind, 0) + 1
+        if not isinstance(event.get("scenario"), str):
+            _of_the_run(facts, kind, event)
+            continue
+        key = (
+            event["scenario"],
+            _text(event.get("variant")) or "default",
+            _text_or_none(event.get("control")),
+        )
+        current = passes.get(key)
+        if current is None:
+            current = passes[key] = Pass(*key)
+            facts.passes.append(current)
+        current.first_seq = seq if current.first_seq is None else min(seq, current.first_seq)
+        current.last_seq = seq if current.last_seq is None else max(seq, current.last_seq)
+        try:
+            _of_a_pass(current, facts, kind, seq, event)
+        except _Malformed as error:
+            current.problems.append(f"the {kind} event with seq {seq} is malformed: {error}")
+    _find_gaps(facts, seqs)
+    return facts
+
+
+def _find_gaps(facts: Facts, seqs: list[int]) -> None:
+    """An event that is missing, or there twice, within a pass may have been the one that matters."""
+    seen = set(seqs)
+    twice = len(seen) != len(seqs)
+    for item in facts.passes:
+        if item.first_seq is None or item.last_seq is None:
+            continue
+        within = sum(1 for seq in seen if item.first_seq <= seq <= item.last_seq)
+        gaps = item.last_seq - item.first_seq + 1 - within
+        if gaps:
+            item.problems.append(f"{gaps} of its events are missing from the record")
+        if twice and len([seq for seq in seqs if item.first_seq <= seq <= item.last_seq]) != within:
+            item.problems.append("some of its events bear the same number")
+
+
+def _of_the_run(facts: Facts, kind: str, event: Mapping[str, Any]) -> None:
+    if kind == "memory-map":
+        blocks: int | None = 0
+        zones = event.get("zones")
+        for zone in zones if isinstance(zones, list) else []:
+            count = whole_number(_mapping(_mapping(zone).get("blocks")).get("CMA", 0))
+            blocks = None if blocks is None or count is None else blocks + count
+        problems, sources = event.get("problems"), event.get("sources")
+        facts.memory_map = MemoryMap(
+            event.get("complete") is True,
+            _flag(event.get("has_unpinnable")),
+            blocks,
+            _flag(_mapping(event.get("selfcheck")).get("passed")),
+            [text for text in problems if isinstance(text, str)] if isinstance(problems, list) else [],
+            [text for text in sources if isinstance(text, str)] if isinstance(sources, list) else [],
+        )
+    elif kind == "lab":
+        facts.lab.append(event)
+    elif kind == "run-end":
+        facts.run_outcome = _text(event.get("outcome")) or "unknown"
+
+
+def _of_a_pass(current: Pass, facts: Facts, kind: str, seq: int, event: Mapping[str, Any]) -> None:
+    if kind == "scenario-begin":
+        if current.begun:
+            raise _Malformed("this pass began before")
+        current.begun = True
+        current.file = _text(event.get("file"))
+        current.declared = _mapping(event.get("declared"))
+        current.contract = _text(event.get("contract"))
+    elif kind == "unmet":
+        current.unmet = current.unmet or event
+    elif kind == "exception":
+        current.exception = current.exception or event
+    elif kind == "scenario-end":
+        # The parent's word comes last: a child may have said "finished" and been killed then.
+        current.end = event
+    elif kind == "buffer":
+        _buffer(current, facts, seq, event)
+    elif kind == "pin":
+        _pin(current, seq, event)
+    elif kind == "register":
+        _register(current, seq, event)
+    elif kind == "release":
+        _release(current, seq, event)
+    elif kind == "deregister":
+        number = _number(event, "registration")
+        for made in current.registrations:
+            if made.id == number and _errno(event) is None:
+                made.deregistered = seq
+    elif kind == "transfer":
+        current.transfers.append(event)
+    elif kind == "step":
+        current.steps.append(event)
+    elif kind == "note":
+        current.notes.append(event)
+
+
+def _buffer(current: Pass, facts: Facts, seq: int, event: Mapping[str, Any]) -> None:
+    page_size = whole_number(event.get("page_size")) or facts.page_size
+    if not page_size or page_size < 0:
+        raise _Malformed("page_size is no number")
+    made = Buffer(
+        _number(event, "buffer"),
+        seq,
+        _number(event, "address"),
+        _number(event, "length"),
+        page_size,
+        _text(event.get("backing")) or "unknown",
+        _text(event.get("owner")) or "host",
+        event.get("place"),
+        _text(event.get("placed")),
+        _text(event.get("vma")),
+        read_page_state(event.get("pages"), f"buffer (seq {seq})", current.problems),
+        _text_or_none(event.get("stand_in")),
+    )
+    if made.id in current.buffers:
+        raise _Malformed(f"buffer {made.id} is there already")
+    current.buffers[made.id] = made
+
+
+def _states(
+    current: Pass, kind: str, seq: int, event: Mapping[str, Any]
+) -> tuple[PageState | None, PageState | None]:
+    before = read_page_state(event.get("before"), f"before of {kind} (seq {seq})", current.problems)
+    after = read_page_state(event.get("after"), f"after of {kind} (seq {seq})", current.problems)
+    return before, after
+
+
+def _pin(current: Pass, seq: int, event: Mapping[str, Any]) -> None:
+    number, buffer = _number(event, "pin"), _number(event, "buffer")
+    if number in current.pins:
+        raise _Malformed(f"pin {number} is there already")
+    if buffer not in current.buffers:
+        raise _Malformed(f"it names no buffer {buffer}")
+    target = current.buffers[buffer]
+    ranges = event.get("ranges")
+    if ranges is None:
+        ranges = [[_number(event, "offset"), _number(event, "length")]]
+    pieces: list[Spans] = []
+    for item in ranges if isinstance(ranges, list) else [None]:
+        offset, length = (
+            (whole_number(item[0]), whole_number(item[1]))
+            if isinstance(item, list) and len(item) == 2
+            else (None, None)
+        )
+        if offset is None or length is None or offset < 0 or length < 0:
+            raise _Malformed("its range is malformed")
+        pieces.append(target.pages(target.address + offset, length))
+    before, after = _states(current, "pin", seq, event)
+    current.pins[number] = Pin(
+        number,
+        seq,
+        buffer,
+        _text(event.get("kind")),
+        _text(event.get("owner")) or "unknown",
+        _text(event.get("api")),
+        _errno(event),
+        Spans.of(pair for piece in pieces for pair in piece.pairs),
+        before,
+        after,
+        read_trace(event.get("trace"), f"pin (seq {seq})", current.problems),
+        _text_or_none(event.get("stand_in")),
+    )
+
+
+def _register(current: Pass, seq: int, event: Mapping[str, Any]) -> None:
+    buffer = _number(event, "buffer") if event.get("buffer") is not None else 0
+    address, length = whole_number(event.get("address")), whole_number(event.get("length"))
+    access = event.get("access")
+    alive: dict[int, tuple[bool | None, bool | None]] = {}
+    pins = event.get("pins")
+    for item in pins if isinstance(pins, list) else []:
+        number = whole_number(_mapping(item).get("pin"))
+        if number is None or number in alive or not {"alive_before", "alive_after"} <= set(item):
+            raise _Malformed("its list of pins is malformed")
+        alive[number] = (_flag(item.get("alive_before")), _flag(item.get("alive_after")))
+    before, after = _states(current, "register", seq, event)
+    target = current.buffers.get(buffer)
+    spans = Spans()
+    if target is not None and address is not None and length is not None and length > 0:
+        spans = target.pages(address, length)
+    limits = {key: event[key] for key in ("limits", "capabilities") if key in event}
+    current.registrations.append(
+        Registration(
+            _number(event, "registration"),
+            seq,
+            buffer,
+            _text(event.get("verb")),
+            _text_or_none(event.get("device")),
+            address,
+            length,
+            whole_number(event.get("iova")),
+            tuple(item for item in access if isinstance(item, str)) if isinstance(access, list) else None,
+            _errno(event),
+            before,
+            after,
+            alive,
+            read_trace(event.get("trace"), f"register (seq {seq})", current.problems),
+            _text_or_none(event.get("stand_in")),
+            spans,
+            limits,
+            _text(event.get("pages_unknown")),
+        )
+    )
+
+
+def _release(current: Pass, seq: int, event: Mapping[str, Any]) -> None:
+    pin = current.pins.get(_number(event, "pin"))
+    if pin is None:
+        raise _Malformed("it names no pin")
+    if pin.release is not None:
+        raise _Malformed(f"pin {pin.id} was released before")
+    pin.release = Release(
+        seq,
+        _errno(event),
+        _flag(event.get("was_alive")),
+        (event.get("checksum_before"), event.get("checksum_after")),
+        read_page_state(event.get("after"), f"release (seq {seq})", current.problems),
+    )

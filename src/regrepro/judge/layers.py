@@ -1,0 +1,639 @@
+"""The deepest failing layer of a call that failed.
+
+Each rule looks at the trace, the page state and what was asked for, never at the errno alone, and names a
+layer only where these leave no other. What they cannot tell apart is `unknown`, with what is missing. Rules
+marked "never exercised" have no planted fault: nothing that runs without the hardware makes the kernel fail
+there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from regrepro.judge import tracefacts as fn
+from regrepro.judge.facts import Buffer, Facts, Pass, Pin, Registration
+from regrepro.judge.pagestate import PageState, cache_references, whole_number
+from regrepro.judge.rules import TRANSIENT
+from regrepro.judge.spans import Spans
+from regrepro.judge.tracefacts import Trace
+
+LAYERS = (
+    "memlock-accounting",
+    "page-fault",
+    "longterm-refused",
+    "page-migration",
+    "migration-target",
+    "umem-alloc",
+    "dma-map",
+    "bar-map",
+    "peer-memory",
+    "dma-buf",
+    "cuda-pin",
+    "memory-cgroup",
+    "mkey",
+    "device",
+    "arguments",
+    "unknown",
+)
+
+UINT_MAX = 2**32 - 1
+UNLIMITED = 2**64
+_NOT_RECORDED = object()
+ENOMEM, EFAULT, EINVAL, EPERM, EOPNOTSUPP = -12, -14, -22, -1, -95
+# Access flags that ib_access_writable (include/rdma/ib_verbs.h) counts.
+WRITES = frozenset({"LOCAL_WRITE", "REMOTE_WRITE", "REMOTE_ATOMIC", "MW_BIND"})
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer, why it is this one, how that is known (`observed`, `inferred`), and the kernel source."""
+
+    name: str
+    why: str
+    how: str = "observed"
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call that failed, as the rules see it."""
+
+    facts: Facts
+    run: Pass
+    registration: Registration
+    buffer: Buffer | None
+
+    @property
+    def trace(self) -> Trace:
+        """What the kernel said during the call."""
+        return self.registration.trace
+
+    @property
+    def page(self) -> int:
+        """The page size in bytes; `classify` gives up before a rule is asked where no one says it."""
+        return (self.facts.page_size or (self.buffer.page_size if self.buffer else 0)) or 1
+
+    @property
+    def pages(self) -> int | None:
+        """How many pages the call asks for (`ib_umem_num_pages`, include/rdma/ib_umem.h)."""
+        address, length = self.registration.address, self.registration.length
+        if address is None or length is None:
+            return None
+        return -(-(address + length) // self.page) - address // self.page
+
+    @property
+    def capable(self) -> bool | None:
+        """Whether the process had CAP_IPC_LOCK; None where that is not recorded."""
+        given = self._setting("capabilities", self.facts.node.get("capabilities"))
+        if not isinstance(given, (list, tuple)):
+            return None
+        names = {name.lower().removeprefix("cap_") for name in given if isinstance(name, str)}
+        return "ipc_lock" in names
+
+    @property
+    def memlock(self) -> int | None:
+        """The soft RLIMIT_MEMLOCK in bytes; UNLIMITED where there is none; None where not recorded."""
+        limits = self.facts.node.get("limits")
+        if not isinstance(limits, Mapping):
+            limits = {}
+        value = self._setting("memlock_soft", limits.get("memlock_soft", _NOT_RECORDED))
+        if value is None or value in ("unlimited", "infinity", -1):
+            return UNLIMITED
+        return whole_number(value)
+
+    @property
+    def locked_before(self) -> int:
+        """Pages of this pass' own registrations that were still there (`mm->pinned_vm` counts at least
+        these).
+        """
+        return sum(
+            Call(self.facts, self.run, other, self.buffer).pages or 0
+            for other in self.run.registrations
+            if other.seq < self.registration.seq
+            and other.succeeded
+            and not (other.deregistered is not None and other.deregistered < self.registration.seq)
+        )
+
+    def _setting(self, name: str, otherwise: Any) -> Any:
+        """The latest word on a setting: of the call itself, of a step before it, of the header."""
+        own = self.registration.limits
+        limits = own.get("limits")
+        for source in (own, limits if isinstance(limits, Mapping) else {}):
+            if name in source:
+                return source[name]
+        value = otherwise
+        for step in self.run.steps:
+            seq = whole_number(step.get("seq"))
+            if name in step and seq is not None and seq < self.registration.seq:
+                value = step[name]
+        return value
+
+
+def arguments(call: Call) -> Layer | None:
+    """What was asked for is refused before a page is looked at.
+
+    `__ib_umem_get_va` (drivers/infiniband/core/umem.c): address + length overflows, or no page, or more
+    than UINT_MAX pages → -EINVAL. `ib_uverbs_reg_mr` (core/uverbs_cmd.c): address and iova differ within
+    the page → -EINVAL. `ib_check_mr_access` (include/rdma/ib_verbs.h): remote write or atomic without local
+    write → -EINVAL, flags that the device has not → -EINVAL or -EOPNOTSUPP. `rxe_reg_user_mr`
+    (sw/rxe/rxe_verbs.c): flags outside of RXE_ACCESS_SUPPORTED_MR → -EOPNOTSUPP.
+    """
+    reg, trace = call.registration, call.trace
+    if reg.verb == "ibv_reg_dmabuf_mr" or reg.errno not in ("EINVAL", "EOPNOTSUPP", "EOVERFLOW", "ENOTSUP"):
+        return None
+    if trace.of(fn.GUP) and not trace.failed(fn.GUP):
+        return None
+    source = "__ib_umem_get_va, drivers/infiniband/core/umem.c"
+    address, length, iova = reg.address, reg.length, reg.iova
+    if address is not None and length is not None and call.pages is not None:
+        if address + length + call.page > 2**64:
+            return Layer("arguments", "address and length together overflow", "inferred", source)
+        if call.pages > UINT_MAX:
+            why = f"{length} bytes are more than UINT_MAX pages"
+            return Layer("arguments", why, "observed" if trace.absent(fn.GUP) else "inferred", source)
+        if iova is not None and (address ^ iova) % call.page:
+            source = "ib_uverbs_reg_mr, drivers/infiniband/core/uverbs_cmd.c"
+            return Layer("arguments", "address and iova differ within the page", "inferred", source)
+    access = set(reg.access or ())
+    refused = trace.failed(fn.ACCESS_CHECK)
+    source = "ib_check_mr_access, include/rdma/ib_verbs.h"
+    if refused is not None:
+        return Layer(
+            "arguments", f"ib_check_mr_access returned {refused} for the access flags", "observed", source
+        )
+    if access & {"REMOTE_WRITE", "REMOTE_ATOMIC"} and "LOCAL_WRITE" not in access:
+        return Layer("arguments", "remote write without local write is refused", "inferred", source)
+    if reg.errno in ("EOPNOTSUPP", "ENOTSUP") and (trace.absent(fn.GUP) or "ON_DEMAND" in access):
+        how = "observed" if trace.absent(fn.GUP) else "inferred"
+        source = "rxe_reg_user_mr, drivers/infiniband/sw/rxe/rxe_verbs.c; ib_check_mr_access"
+        flags = ", ".join(reg.access or ()) or "none"
+        return Layer(
+            "arguments",
+            f"the device refuses these access flags ({flags}) before a page is pinned",
+            how,
+            source,
+        )
+    return None
+
+
+def memlock_accounting(call: Call) -> Layer | None:
+    """The locked-memory budget is checked before any page is pinned.
+
+    `__ib_umem_get_va` (drivers/infiniband/core/umem.c): `can_do_mlock()` (mm/mlock.c) is false with
+    RLIMIT_MEMLOCK 0 and without CAP_IPC_LOCK → -EPERM; more pages than the limit without CAP_IPC_LOCK →
+    -ENOMEM. io_uring: `__io_account_mem` (io_uring/rsrc.c) → -ENOMEM.
+    """
+    reg, trace = call.registration, call.trace
+    limit, capable, pages = call.memlock, call.capable, call.pages
+    if reg.errno not in ("ENOMEM", "EPERM") or limit is None or capable is not False or pages is None:
+        return None
+    # The RDMA core counts before it pins; io_uring pins first and counts then.
+    if trace.of(fn.GUP) and (reg.through_umem or trace.failed(fn.GUP) is not None):
+        return None
+    how = "observed" if trace.absent(fn.GUP) else "inferred"
+    source = "__ib_umem_get_va, drivers/infiniband/core/umem.c"
+    if not reg.through_umem:
+        source = "__io_account_mem, io_uring/rsrc.c"
+    if reg.errno == "EPERM":
+        if limit:
+            return None
+        return Layer("memlock-accounting", "RLIMIT_MEMLOCK is 0 and CAP_IPC_LOCK is missing", how, source)
+    locked, allowed = call.locked_before, limit // call.page
+    if locked + pages <= allowed:
+        return None
+    added = f" and {locked} locked before" if locked else ""
+    why = f"{pages} pages{added} exceed the {allowed} that RLIMIT_MEMLOCK allows, and CAP_IPC_LOCK is missing"
+    return Layer("memlock-accounting", why, how, source)
+
+
+def device(call: Call) -> Layer | None:
+    """The device is gone or may not be used: no handler of the registration runs.
+
+    A context of a device that was removed answers -EIO (`ib_uverbs_ioctl`, `ib_uverbs_write` in
+    drivers/infiniband/core/uverbs_main.c and uverbs_ioctl.c, after `ib_uverbs_remove_one`). The device
+    node's own permissions give -EACCES at open, before there is any registration.
+    """
+    reg, trace = call.registration, call.trace
+    if reg.errno in ("EIO", "ENODEV", "ENXIO") and not trace.driver() and not trace.of(fn.GUP):
+        how = "observed" if trace.absent(fn.GUP) else "inferred"
+        source = "ib_uverbs_write and ib_uverbs_ioctl, drivers/infiniband/core"
+        return Layer("device", "the device answered that it is gone before a page was looked at", how, source)
+    if reg.errno in ("EACCES", "EPERM") and not trace.driver() and not trace.of(fn.GUP):
+        opened = any(step.get("errno") in ("EACCES", "EPERM") for step in call.run.steps)
+        if reg.errno == "EACCES" or opened:
+            why = "the device's node may not be opened by this user"
+            return Layer("device", why, "inferred", "ib_uverbs_open, drivers/infiniband/core/uverbs_main.c")
+    return None
+
+
+def dma_buf(call: Call) -> Layer | None:
+    """A dma-buf cannot be had or mapped.
+
+    `UVERBS_METHOD_REG_DMABUF_MR` (drivers/infiniband/core/uverbs_std_types_mr.c): a provider without
+    `reg_user_mr_dmabuf` → -EOPNOTSUPP, before the fd is looked at. `ib_umem_dmabuf_get_with_dma_device`
+    (core/umem_dmabuf.c): `dma_buf_get` (drivers/dma-buf/dma-buf.c) → -EBADF for no fd, -EINVAL for another
+    kind; a range outside → -EINVAL; attach and map pass on the exporter's errno.
+    """
+    reg, trace = call.registration, call.trace
+    if reg.verb != "ibv_reg_dmabuf_mr":
+        return None
+    source = "UVERBS_METHOD_REG_DMABUF_MR, drivers/infiniband/core/uverbs_std_types_mr.c"
+    failed = trace.failed(fn.DMABUF)
+    if failed is not None:
+        source = "ib_umem_dmabuf_get_with_dma_device, drivers/infiniband/core/umem_dmabuf.c"
+        return Layer("dma-buf", f"the dma-buf could not be attached or mapped ({failed})", "observed", source)
+    if reg.errno == "EOPNOTSUPP" and not trace.driver():
+        how = "observed" if trace.absent(fn.DMABUF) else "inferred"
+        return Layer("dma-buf", "the provider or the driver has no dma-buf support", how, source)
+    if reg.errno == "EBADF":
+        return Layer("dma-buf", "the descriptor is no open dma-buf", "inferred", source)
+    return None
+
+
+def migration_target(call: Call) -> Layer | None:
+    """There was no page to move to: `migrate_pages` itself returned -ENOMEM, because
+    `alloc_migration_target` (mm/migrate.c) gave none (for huge pages: no free huge page outside,
+    mm/hugetlb.c).
+
+    For a transparent huge page the target is allocated before the references are looked at
+    (`migrate_folio_unmap`), so with references above the baseline both causes fit and the trace does not
+    decide.
+    """
+    last = _last_migration(call.trace)
+    if not call.trace.complete or last != ENOMEM:
+        return None
+    large = call.buffer is not None and call.buffer.backing == "thp"
+    if large and _held_beyond_baseline(call):
+        return None
+    source = "migrate_pages and alloc_migration_target, mm/migrate.c"
+    return Layer("migration-target", "migrate_pages returned -ENOMEM: no page to move to", "observed", source)
+
+
+def page_migration(call: Call) -> Layer | None:
+    """Pages would not move because something held them: `migrate_pages` returned a positive count, the
+    unmoved pages and no others bore references above their baseline, and the same call succeeded, the pages
+    moving, once these were gone (`folio_expected_ref_count` against `folio_ref_count` in `__migrate_folio`,
+    mm/migrate.c).
+
+    A held pin of the scenario's own is judged by the stricter rules of `reproduced`; this rule names the
+    layer for a reference that went by itself.
+    """
+    reg = call.registration
+    last = _last_migration(call.trace)
+    if not call.trace.complete or last is None or last <= 0 or reg.before is None or reg.after is None:
+        return None
+    unmoved = reg.before.unmoved(reg.after) & reg.before.unpinnable & reg.spans
+    held = _held_beyond_baseline(call)
+    if not unmoved or unmoved - held or (held - unmoved) & reg.before.unpinnable:
+        return None
+    for later in call.run.registrations:
+        if later.seq > reg.seq and later.shape == reg.shape:
+            if not later.succeeded or later.before is None or later.after is None:
+                return None
+            moved = later.before.moved(later.after) & later.after.placed("ordinary")
+            if unmoved <= moved:
+                why = (
+                    f"{unmoved.total} pages bore references beyond what is due and moved once these were gone"
+                )
+                return Layer("page-migration", why, "observed", "__migrate_folio, mm/migrate.c")
+            return None
+    return None
+
+
+def bar_map(call: Call) -> Layer | None:
+    """A mapping of device registers or a BAR has no pages: VM_IO or VM_PFNMAP → -EFAULT (`check_vma_flags`,
+    mm/gup.c). Told by the mapping itself, a device's or a PCI resource. Never exercised.
+    """
+    if call.registration.errno != "EFAULT" or call.trace.failed(fn.GUP) not in (EFAULT, None):
+        return None
+    path = _vma_path(call.buffer)
+    if re.search(r"/dev/nvidia|/resource\d+(_wc)?$|/dev/mem$|/dev/gdrdrv", path):
+        how = "observed" if call.trace.failed(fn.GUP) else "inferred"
+        return Layer("bar-map", f"{path} maps a device, not pages", how, "check_vma_flags, mm/gup.c")
+    return None
+
+
+def peer_memory(call: Call) -> Layer | None:
+    """A GPU address without, or refused by, the peer-memory driver (nvidia-peermem's get_pages; without it
+    the address falls to `pin_user_pages_fast`, which knows no such page → -EFAULT). Never exercised.
+    """
+    if call.registration.verb == "ibv_reg_dmabuf_mr":
+        return None
+    failed = call.trace.failed(fn.PEER)
+    if failed is not None:
+        return Layer("peer-memory", f"the peer-memory driver returned {failed}", "observed", "nvidia-peermem")
+    on_gpu = call.buffer is not None and call.buffer.owner == "cuda" and "device" in call.buffer.backing
+    if on_gpu and call.registration.errno in ("EFAULT", "EINVAL"):
+        why = "the address is the GPU's, and no peer-memory driver took it"
+        return Layer("peer-memory", why, "inferred", "ib_umem_get, drivers/infiniband/core/umem.c")
+    return None
+
+
+def longterm_refused(call: Call) -> Layer | None:
+    """The kernel allows no long-term pin for writing of a file that needs dirty tracking: -EFAULT
+    (`writable_file_mapping_allowed` in `check_vma_flags`, mm/gup.c, since 6.5); nor of fs-dax: -EOPNOTSUPP
+    (`vma_is_fsdax` there; `check_dax_vmas` in 5.10).
+
+    It is this one and not a fault of the address where the mapping is of a file, shared and writable, and
+    every page asked for lies within it.
+    """
+    reg = call.registration
+    if reg.errno not in ("EFAULT", "EOPNOTSUPP") or call.buffer is None or not reg.through_umem:
+        return None
+    if call.trace.complete and call.trace.failed(fn.GUP) not in (EFAULT, EOPNOTSUPP):
+        return None
+    vma = _vma(call.buffer)
+    if vma is None or call.buffer.backing != "file" or not vma.inside(reg):
+        return None
+    if not (vma.shared and vma.writable):
+        return None
+    how = "observed" if call.trace.failed(fn.GUP) else "inferred"
+    why = "the range is a writable shared mapping of a file, which may not be pinned for long"
+    return Layer("longterm-refused", why, how, "check_vma_flags, mm/gup.c")
+
+
+def page_fault(call: Call) -> Layer | None:
+    """The address has no page that may be had: `pin_user_pages_fast` returned -EFAULT.
+
+    No mapping there or a hole in it, protection against writing (`check_vma_flags`, mm/gup.c), an address
+    beyond TASK_SIZE (`gup_fast_fallback`).
+    """
+    reg = call.registration
+    seen = call.trace.failed(fn.GUP_INNER)
+    if reg.errno != "EFAULT" or (call.trace.complete and seen not in (EFAULT, None)):
+        return None
+    vma = _vma(call.buffer)
+    source = "check_vma_flags and __get_user_pages, mm/gup.c"
+    how = "observed" if seen == EFAULT else "inferred"
+    if (
+        vma is not None
+        and vma.inside(reg)
+        and not vma.writable
+        and (reg.access is None or set(reg.access) & WRITES)
+    ):
+        return Layer(
+            "page-fault", "the mapping is read-only and the registration wants to write", how, source
+        )
+    if vma is not None and not vma.inside(reg):
+        return Layer("page-fault", "a part of the range is outside of the buffer's mapping", how, source)
+    if reg.before is not None and reg.before.placed("absent") & reg.spans:
+        return Layer("page-fault", "a part of the range has no page", how, source)
+    if call.buffer is not None and reg.address is not None and reg.length is not None:
+        inside = (
+            call.buffer.address <= reg.address
+            and reg.address + reg.length <= call.buffer.address + call.buffer.length
+        )
+        if not inside:
+            return Layer("page-fault", "the range goes beyond the buffer", how, source)
+    if seen == EFAULT:
+        return Layer(
+            "page-fault", "the kernel found no page that may be pinned at the address", "observed", source
+        )
+    if call.buffer is None and reg.address is not None:
+        return Layer("page-fault", "the range belongs to no buffer", "inferred", source)
+    return None
+
+
+def umem_alloc(call: Call) -> Layer | None:
+    """The kernel's own table of pages could not be allocated: GUP succeeded,
+    `sg_alloc_append_table_from_pages` (lib/scatterlist.c) did not. Never exercised.
+    """
+    failed = call.trace.failed(fn.SG_TABLE)
+    if failed is None or call.trace.failed(fn.GUP) is not None:
+        return None
+    source = "__ib_umem_get_va, drivers/infiniband/core/umem.c"
+    return Layer("umem-alloc", f"the table of pages could not be allocated ({failed})", "observed", source)
+
+
+def dma_map(call: Call) -> Layer | None:
+    """The pages were pinned, but the device's IOMMU mapping failed (`ib_dma_map_sgtable_attrs`). Never
+    exercised: rxe maps virtually.
+    """
+    trace = call.trace
+    failed = trace.failed(fn.DMA_MAP)
+    if failed is None and trace.of(fn.DMA_MAP) and trace.of(fn.DMA_MAP)[-1] == 0:
+        # dma_map_sg_attrs answers 0 for "nothing mapped", dma_map_sgtable for "all is well".
+        legacy = [
+            value for name, value in trace.returns if name in ("dma_map_sg_attrs", "__dma_map_sg_attrs")
+        ]
+        failed = ENOMEM if legacy and legacy[-1] == 0 and trace.failed(fn.UMEM) is not None else None
+    if failed is None or trace.failed(fn.GUP) is not None:
+        return None
+    source = "__ib_umem_get_va, drivers/infiniband/core/umem.c"
+    return Layer("dma-map", f"mapping the pinned pages for the device failed ({failed})", "observed", source)
+
+
+def mkey(call: Call) -> Layer | None:
+    """The device has no MR left to give: its own allocation failed, before the pages (rxe:
+    `rxe_add_to_pool`, sw/rxe/rxe_pool.c, -EINVAL at the limit; `rxe_alloc` → -ENOMEM in 5.10 and 6.1) or
+    after them (mlx5: `mlx5_core_create_mkey`, hw/mlx5/mr.c).
+
+    Where that function cannot be seen it follows from the provider's failing with a valid request: with
+    neither `ib_umem_get` nor GUP called, or with both succeeding.
+    """
+    trace = call.trace
+    failed = trace.failed(fn.MKEY)
+    if failed is not None and trace.failed(fn.GUP) is None:
+        return Layer(
+            "mkey",
+            f"the device could not allocate an MR ({failed})",
+            "observed",
+            "rxe_add_to_pool, mlx5_core_create_mkey",
+        )
+    driver = trace.driver()
+    if not trace.complete or not driver or driver[-1] >= 0 or driver[-1] == EOPNOTSUPP:
+        return None
+    umem, pinned = trace.of(fn.UMEM), trace.of(fn.GUP)
+    umem_fine = bool(umem) and trace.failed(fn.UMEM) is None
+    pinned_fine = bool(pinned) and pinned[-1] > 0
+    before = trace.absent(fn.GUP) and not umem and _nothing_wrong_before_pinning(call)
+    if before:
+        why = f"the provider returned {driver[-1]} for a valid request before pinning: it has no MR to give"
+        return Layer("mkey", why, "inferred", "rxe_reg_user_mr, drivers/infiniband/sw/rxe/rxe_verbs.c")
+    if umem_fine or (
+        pinned_fine and not umem and sum(value for value in pinned if value > 0) >= (call.pages or 1)
+    ):
+        why = f"every page was pinned, and the provider then returned {driver[-1]}"
+        return Layer("mkey", why, "inferred", "mlx5_ib_reg_user_mr, drivers/infiniband/hw/mlx5/mr.c")
+    return None
+
+
+def _nothing_wrong_before_pinning(call: Call) -> bool:
+    """Whether `__ib_umem_get_va` would have gone on to pin pages for this request."""
+    pages, limit, capable = call.pages, call.memlock, call.capable
+    if pages is None or not 0 < pages <= UINT_MAX or (call.registration.length or 0) <= 0:
+        return False
+    if call.trace.absent(fn.UMEM):
+        return True
+    if capable:
+        return True
+    # Several registrations add up, so a limit only clears the request when it is no limit at all.
+    return limit is not None and limit >= UNLIMITED
+
+
+RULES: tuple[Callable[[Call], Layer | None], ...] = (
+    dma_buf,
+    device,
+    migration_target,
+    page_migration,
+    memlock_accounting,
+    arguments,
+    bar_map,
+    peer_memory,
+    longterm_refused,
+    page_fault,
+    umem_alloc,
+    dma_map,
+    mkey,
+)
+"""In this order; the first that names a layer has the word. They exclude each other by their conditions: the
+order only settles who says it."""
+
+
+def classify(facts: Facts, run: Pass, registration: Registration) -> Layer:
+    """Name the deepest failing layer of a registration that failed."""
+    call = Call(facts, run, registration, run.buffers.get(registration.buffer))
+    if call.page == 1:
+        return Layer("unknown", "the record does not say the page size", "missing")
+    for rule in RULES:
+        layer = rule(call)
+        if layer is not None:
+            return layer
+    return Layer("unknown", _what_is_missing(call), "missing")
+
+
+def classify_pin(facts: Facts, run: Pass, pin: Pin) -> Layer:
+    """Name the layer of a pin that failed by itself.
+
+    CUDA's own pin, or that of a stand-in for it, is `cuda-pin`: NVIDIA's `os_lock_user_pages` fails when a
+    page may not be pinned or cannot be moved. Any other is classified as a registration of its range would
+    be.
+    """
+    if pin.owner == "cuda" or pin.owner.startswith("standin:"):
+        return Layer(
+            "cuda-pin", f"the pin of {pin.owner} itself failed with {pin.errno}", "observed", pin.api
+        )
+    buffer = run.buffers.get(pin.buffer)
+    address = length = None
+    if buffer is not None and pin.spans:
+        address = buffer.address + pin.spans.first * buffer.page_size
+        length = (pin.spans.pairs[-1][1] - pin.spans.first) * buffer.page_size
+    verb = "io_uring_register_buffers" if "io_uring" in pin.api else pin.api
+    as_call = Registration(
+        pin.id, pin.seq, pin.buffer, verb, None, address, length, address, None, pin.errno,
+        pin.before, pin.after, {}, pin.trace, pin.stand_in, pin.spans,
+    )  # fmt: skip
+    return classify(facts, run, as_call)
+
+
+def memory_cgroup(run: Pass) -> Layer | None:
+    """The memory cgroup's limit killed the process (`mem_cgroup_out_of_memory`, mm/memcontrol.c): the pass
+    ended by SIGKILL and the cgroup's `memory.events` counts an oom_kill.
+    """
+    end = run.end or {}
+    if end.get("outcome") != "killed" or end.get("signal") not in ("SIGKILL", 9):
+        return None
+    for source in (end, *run.steps):
+        events = source.get("memory_events", source)
+        count = whole_number(events.get("oom_kill")) if isinstance(events, Mapping) else None
+        if count:
+            why = f"the memory cgroup's limit killed the process (oom_kill {count})"
+            return Layer("memory-cgroup", why, "observed", "memory.events of its cgroup")
+    return None
+
+
+def blocked_in_device(run: Pass) -> Layer | None:
+    """A wait that nothing ends: removing a device waits for its users (`ib_uverbs_remove_one`,
+    drivers/infiniband/core/uverbs_main.c, waits for the last context where the provider cannot disassociate
+    it).
+    """
+    end = run.end or {}
+    if end.get("outcome") != "blocked":
+        return None
+    stack = end.get("stack", end.get("wchan", ""))
+    text = " ".join(str(frame) for frame in stack) if isinstance(stack, list) else str(stack)
+    if re.search(
+        r"ib_uverbs_remove_one|ib_unregister_device|disable_device|rxe_dellink|remove_client_context", text
+    ):
+        why = (
+            "the kernel waits in ib_uverbs_remove_one for a context of the removed device and cannot be freed"
+        )
+        return Layer("device", why, "observed", "ib_uverbs_remove_one, drivers/infiniband/core/uverbs_main.c")
+    return None
+
+
+@dataclass(frozen=True)
+class _Vma:
+    first: int
+    end: int
+    flags: str
+    path: str
+
+    @property
+    def writable(self) -> bool:
+        return "w" in self.flags
+
+    @property
+    def shared(self) -> bool:
+        return "s" in self.flags
+
+    def inside(self, reg: Registration) -> bool:
+        """Whether the registration's range lies within this mapping."""
+        if reg.address is None or reg.length is None:
+            return False
+        return self.first <= reg.address and reg.address + reg.length <= self.end
+
+
+def _vma(buffer: Buffer | None) -> _Vma | None:
+    match = re.match(
+        r"([0-9a-f]{1,16})-([0-9a-f]{1,16}) ([rwxsp-]{4}) \S+ \S+ \S+\s*(.*)", buffer.vma if buffer else ""
+    )
+    return _Vma(int(match[1], 16), int(match[2], 16), match[3], match[4]) if match else None
+
+
+def _vma_path(buffer: Buffer | None) -> str:
+    vma = _vma(buffer)
+    return vma.path if vma else ""
+
+
+def _last_migration(trace: Trace) -> int | None:
+    returned = [step.returned for step in trace.migrations if step.returned is not None]
+    return returned[-1] if returned else None
+
+
+def _held_beyond_baseline(call: Call) -> Spans:
+    """Pages of the call that bore more references than what is due and one transient reference explain."""
+    reg, buffer = call.registration, call.buffer
+    if buffer is None:
+        return Spans()
+    found = Spans()
+    for state in (reg.before, reg.after):
+        if state is not None:
+            found = found | _above(state, buffer)
+    return found & reg.spans
+
+
+def _above(state: PageState, buffer: Buffer) -> Spans:
+    excess = state.excess(cache_references(buffer.backing))
+    counted = Spans.of((a, b) for a, b, value in excess if value > TRANSIENT)
+    return (counted - state.known("pincount")) | state.where("pincount", lambda count: count > 0)
+
+
+def _what_is_missing(call: Call) -> str:
+    trace, reg = call.trace, call.registration
+    if trace.status != "complete":
+        status = {"absent": "there is no trace", "off": "tracing was off"}.get(
+            trace.status, f"the trace is {trace.status}"
+        )
+        why = f" ({trace.why})" if trace.why and trace.status != "absent" else ""
+        return f"{status}{why}, and {reg.errno} alone names no layer"
+    last = _last_migration(trace)
+    if last is not None and last > 0:
+        return f"migrate_pages left {last} behind, but what held them was not seen"
+    if last == ENOMEM:
+        return "migrate_pages returned -ENOMEM on a huge page that is also held: both causes fit"
+    unseen = ", ".join(sorted(trace.missing)) or "none"
+    return f"no traced function explains {reg.errno} (functions that this kernel hides: {unseen})"

@@ -1,0 +1,532 @@
+"""The rules of proof: each looks at one piece of evidence and says whether it holds.
+
+A rule answers `ok`, `missing` (the record does not prove it; `how` says what would) or `contradicted` (the
+record proves the opposite). Kernel functions are named with the file that holds them in Linux 7.3; the same
+rule holds on 5.10, 6.1 and 6.12 where nothing else is said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from regrepro.judge.facts import Buffer, Facts, Pass, Pin, Registration
+from regrepro.judge.pagestate import PageState, cache_references, where
+from regrepro.judge.spans import Spans
+
+PIN_BIAS = 1024
+"""GUP_PIN_COUNTING_BIAS, include/linux/mm.h: what one FOLL_PIN adds to a small page's `_refcount`."""
+
+TRANSIENT = 1
+"""A page in a per-CPU LRU batch (mm/swap.c) has one reference more, and so has one in the swap cache."""
+
+OK, MISSING, CONTRADICTED = "ok", "missing", "contradicted"
+
+
+@dataclass(frozen=True)
+class Check:
+    """What one rule found. `text` is a clause that can stand alone; `how` says how to get what is missing."""
+
+    name: str
+    state: str
+    text: str
+    how: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether the rule holds."""
+        return self.state == OK
+
+
+@dataclass
+class Case:
+    """One registration under test, with what the rules look at."""
+
+    facts: Facts
+    run: Pass
+    registration: Registration
+    buffer: Buffer
+
+    @cached_property
+    def held(self) -> list[Pin]:
+        """Pins on the buffer, held when the registration began, that overlap it."""
+        held = self.run.held(self.registration.seq, self.buffer.id)
+        return [pin for pin in held if pin.spans & self.registration.spans]
+
+    @cached_property
+    def plain(self) -> list[Pin]:
+        """Of these, the ones that made no promise: FOLL_PIN without FOLL_LONGTERM, and FOLL_GET."""
+        return [pin for pin in self.held if pin.kind in ("pin", "get")]
+
+    @cached_property
+    def unpinnable(self) -> Spans:
+        """The pages of the registration that were unpinnable when it began."""
+        before = self.registration.before
+        return before.unpinnable & self.registration.spans if before else Spans()
+
+    @cached_property
+    def pinned(self) -> Spans:
+        """The pages of the registration that plain pins held. A pin of a part of a large folio holds all of
+        it: its count stands in the head page, and the record repeats it on each page of the folio.
+        """
+        spans = Spans.of(pair for pin in self.plain for pair in pin.spans.pairs)
+        before = self.registration.before
+        if before and spans:
+            held = before.where("pincount", lambda count: count > 0)
+            touched = Spans.of(pair for pair in held.pairs if Spans.of([pair]) & spans)
+            spans = spans | touched
+        return spans & self.registration.spans
+
+    @cached_property
+    def stuck(self) -> Spans:
+        """The pages that this bug would keep in place: pinned and unpinnable."""
+        return self.unpinnable & self.pinned
+
+    @cached_property
+    def reached(self) -> Spans | None:
+        """The pages that the registration had tried to pin when it failed; None where that is not known."""
+        before, batch = self.registration.before, self.facts.pages_per_batch
+        if before is None or not self.stuck:
+            return None
+        if not self.registration.through_umem:
+            return self.registration.spans
+        if batch is None:
+            return None
+        return reached(self.registration.spans, self.unpinnable, before.present, self.stuck, batch)
+
+    @cached_property
+    def must_move(self) -> Spans:
+        """The unpinnable, unpinned pages that were tried: migration has moved them out."""
+        return (self.unpinnable & (self.reached or Spans())) - self.pinned
+
+
+def reached(asked: Spans, unpinnable: Spans, present: Spans, stuck: Spans, batch: int) -> Spans:
+    """How far a failing registration came.
+
+    `__ib_umem_get_va` (drivers/infiniband/core/umem.c; `ib_umem_get` before 7.x) pins at most PAGE_SIZE /
+    sizeof(struct page *) pages a call, from 5.10 to 7.3. In each call `gup_fast_fallback` (mm/gup.c;
+    `internal_get_user_pages_fast` in 5.10 and 6.1) first takes the pages that need no work, up to the first
+    unpinnable or absent one, and gives the rest to `__gup_longterm_locked`, which migrates them all or
+    fails. If that fails after some were taken, the call returns how many, and the next call begins there;
+    so the last try begins at the first page that is stuck, or where a call had nothing to take first.
+    """
+    if not asked or not stuck:
+        return asked
+    begin, end = asked.pairs[0][0], asked.pairs[-1][1]
+    first_stuck = stuck.first
+    needs_work = unpinnable | (asked - present)
+    at = begin
+    while at < end:
+        stop = min(at + batch, end)
+        if first_stuck >= stop:
+            at = stop
+            continue
+        work = needs_work & Spans.range(at, stop)
+        if work and work.first == at:
+            return Spans.range(begin, stop)
+        return Spans.range(begin, min(first_stuck + batch, end))
+    return asked
+
+
+def whole_record(case: Case) -> Check:
+    """Nothing of the pass is missing from the record, and nothing in it is malformed."""
+    if case.run.problems:
+        return Check(
+            "record", MISSING, f"the record of this pass has a flaw: {case.run.problems[0]}", "run it again"
+        )
+    if not case.run.finished:
+        return Check("record", MISSING, "the scenario did not run to its end", "run it again")
+    return Check("record", OK, "the record of this pass is whole")
+
+
+def errno_is_enomem(case: Case) -> Check:
+    """`migrate_longterm_unpinnable_folios` (mm/gup.c) turns pages that would not move into -ENOMEM, and every
+    function above passes it on. (5.10's check_and_migrate_cma_pages: `ret > 0 ? -ENOMEM : ret`.)
+    """
+    errno = case.registration.errno
+    if errno == "ENOMEM":
+        return Check("errno", OK, "the registration failed with ENOMEM")
+    return Check("errno", CONTRADICTED, f"the registration failed with {errno}, and this bug gives ENOMEM")
+
+
+def unpinnable_at_that_moment(case: Case) -> Check:
+    """Pinned pages lay in a CMA or isolated pageblock or in ZONE_MOVABLE right before the call:
+    `folio_is_longterm_pinnable` (include/linux/mm.h) says which.
+    """
+    name, how = "placement", "run as root: the pageblock map needs /proc/kcore and /proc/self/pagemap"
+    before = case.registration.before
+    if before is None:
+        why = case.registration.pages_unknown or "the pages were not read right before the registration"
+        return Check(name, MISSING, why, how)
+    if before.how != "observed":
+        return Check(name, MISSING, "the placement of the pages was not observed", how)
+    unsure = (case.registration.spans - before.placed("ordinary", "absent")) - before.unpinnable
+    if unsure:
+        return Check(name, MISSING, f"where page {unsure} lies is not known", how)
+    if case.stuck:
+        return Check(name, OK, f"{case.stuck.total} pinned pages were unpinnable when the registration began")
+    if case.unpinnable:
+        return Check(name, CONTRADICTED, "none of the unpinnable pages was pinned")
+    return Check(name, CONTRADICTED, "no page of the registration was unpinnable when it began")
+
+
+def pin_held_and_alive(case: Case) -> Check:
+    """A pin was held before the call and was still alive after it: each pin object answers for itself (the
+    blocked thread, the pipe that still holds its pages, the stand-in). A driver's own pin cannot be asked;
+    then its references must stand on the pages before and after (see
+    `references_on_exactly_the_pinned_pages`).
+    """
+    name = "pin"
+    if not case.plain:
+        return Check(name, MISSING, "no pin without FOLL_LONGTERM was held on these pages", "take one before")
+    unasked = False
+    for pin in case.plain:
+        flaw = not_alive(case, pin)
+        if flaw:
+            return Check(name, MISSING, flaw, "keep the pin until the registration has returned")
+        unasked = unasked or case.registration.alive.get(pin.id) != (True, True)
+    if unasked:
+        return Check(
+            name, OK, "the pin was not released before the registration returned (its owner cannot be asked)"
+        )
+    return Check(name, OK, "the pin was alive before and after the registration")
+
+
+def not_alive(case: Case, pin: Pin) -> str:
+    """Why a pin counts as not alive around the registration, or an empty string."""
+    answers = case.registration.alive.get(pin.id)
+    if answers is None:
+        return f"whether pin {pin.id} ({pin.owner}) was alive is not recorded"
+    for when, alive in zip(("before", "after"), answers, strict=True):
+        if alive is False:
+            return f"pin {pin.id} ({pin.owner}) was not alive {when} the registration"
+        if alive is None and not (pin.owner == "cuda" and pin.kind != "get"):
+            return f"pin {pin.id} ({pin.owner}) was not seen to be alive {when} the registration"
+    return ""
+
+
+def first_under_the_pin(case: Case) -> Check:
+    """No earlier registration of these pages succeeded under the same pins: it had to move them, too."""
+    for earlier in case.run.registrations:
+        if (
+            earlier.seq < case.registration.seq
+            and earlier.buffer == case.buffer.id
+            and earlier.succeeded
+            and earlier.spans & case.stuck
+            and any(pin.seq < earlier.seq for pin in case.plain)
+        ):
+            text = "an earlier registration of the same pages succeeded under the same pin"
+            return Check("order", CONTRADICTED, text)
+    return Check("order", OK, "it was the first registration of these pages under the pin")
+
+
+def exactly_the_pinned_pages_stayed(case: Case) -> Check:
+    """Movement is by page: `migrate_pages` (mm/migrate.c) moves every page of the batch that it can before it
+    answers how many it could not. Pages of later batches were never tried and do not count (see `reached`).
+    """
+    name, how = "movement", "run as root: PFNs need CAP_SYS_ADMIN"
+    before, after = case.registration.before, case.registration.after
+    if before is None or after is None:
+        return Check(name, MISSING, "the PFNs before and after the registration are not both known", how)
+    if case.reached is None:
+        return Check(name, MISSING, "how far the registration came is not known (page size missing)", how)
+    unmoved, moved = before.unmoved(after), before.moved(after)
+    unseen = (case.stuck | case.must_move) - unmoved - moved
+    if unseen:
+        return Check(name, MISSING, f"whether page {unseen} moved was not seen", how)
+    gone = case.stuck & moved
+    if gone:
+        return Check(name, CONTRADICTED, f"pinned page {gone} moved, so the pin did not hold it")
+    stayed = case.must_move & unmoved
+    if stayed:
+        return Check(name, CONTRADICTED, f"page {stayed} was not pinned and did not move either")
+    elsewhere = case.stuck - after.unpinnable
+    if elsewhere:
+        return Check(name, MISSING, f"page {elsewhere} is no longer known to be unpinnable", how)
+    where_to = case.must_move - after.placed("ordinary")
+    if where_to:
+        return Check(name, MISSING, f"page {where_to} moved, but not provably out of unpinnable memory", how)
+    others = f", the {case.must_move.total} others moved out" if case.must_move else ""
+    return Check(name, OK, f"exactly the {case.stuck.total} pinned pages stayed where they were{others}")
+
+
+def held_now(state: PageState, buffer: Buffer, spans: Spans, least: int) -> Spans:
+    """Those of the pages that have at least so many references beyond the baseline, or a pin count."""
+    by_count = where(state.excess(cache_references(buffer.backing)), lambda excess: excess >= least)
+    large = state.where("pincount", lambda count: count > 0)
+    small = by_count - state.known("pincount")
+    return (large | small) & spans
+
+
+def _changed(first: PageState | None, then: PageState | None, spans: Spans, least: int, sign: int) -> Spans:
+    """Those of the pages whose references rose (sign 1) or fell (-1) by at least so many, the PFN
+    unchanged.
+    """
+    if first is None or then is None:
+        return Spans()
+    counted = where(first.change(then, "refcount"), lambda step: sign * step >= least)
+    large = where(first.change(then, "pincount"), lambda step: sign * step >= 1)
+    return (counted | large) & spans
+
+
+def _difference(case: Case, pin: Pin, spans: Spans, least: int) -> Spans:
+    """The pages on which taking this pin raised, or releasing it lowered, the references."""
+    rose = _changed(pin.before, pin.after, spans, least, 1)
+    fell = Spans()
+    if pin.release is not None:
+        fell = _changed(case.registration.after, pin.release.after, spans, least, -1)
+        for later in case.run.registrations:
+            if later.seq > pin.release.seq and later.buffer == case.buffer.id:
+                fell = fell | _changed(case.registration.after, later.before, spans, least, -1)
+                break
+    return rose | fell
+
+
+def references_on_exactly_the_pinned_pages(case: Case) -> Check:
+    """Raw reference counts, before and after the call. One FOLL_PIN adds GUP_PIN_COUNTING_BIAS to a small
+    page and 1 to a large folio's `_pincount` (`try_grab_folio`, mm/gup.c); one FOLL_GET adds 1. One
+    reference more can also be a per-CPU LRU batch, so for FOLL_GET the count must have risen with the pin
+    or fallen with its release as well.
+    """
+    name, how = "references", "run as root: struct page is read through /proc/kcore"
+    states = (("before", case.registration.before), ("after", case.registration.after))
+    for when, state in states:
+        if state is None or not (case.stuck <= (state.known("refcount") | state.known("pincount"))):
+            return Check(name, MISSING, f"the reference counts {when} the registration are not known", how)
+        for pin in case.plain:
+            mine = pin.spans & case.stuck
+            least = PIN_BIAS if pin.kind == "pin" else 1
+            proven = held_now(state, case.buffer, mine, least)
+            if pin.kind == "pin":
+                # Where nobody says what is due, a difference of 1,024 is proof as good.
+                uncounted = mine - state.explained - state.known("pincount")
+                proven = proven | (_difference(case, pin, mine, least) & uncounted)
+            elif not mine <= state.explained:
+                unexplained = mine - state.explained
+                proven = proven | (unexplained & state.where("refcount", lambda count: count > 1))
+            if mine - proven:
+                text = f"page {mine - proven} had no reference of pin {pin.id} {when} the registration"
+                return Check(name, CONTRADICTED, text)
+            if pin.kind == "get" and mine - _difference(case, pin, mine, 1):
+                page = mine - _difference(case, pin, mine, 1)
+                text = (
+                    f"a single reference more on page {page} is no proof of pin {pin.id}: "
+                    "it neither rose with the pin nor fell with its release"
+                )
+                return Check(name, MISSING, text, how)
+        count = sum(1 for pin in case.held if pin.kind != "get")
+        excess = state.excess(cache_references(case.buffer.backing))
+        counted = Spans.of((a, b) for a, b, value in excess if value >= PIN_BIAS * (count + 1))
+        too_many = (counted & case.stuck) - state.known("pincount")
+        if too_many:
+            text = f"page {too_many} had more pins than the {count} of this scenario {when} the registration"
+            return Check(name, CONTRADICTED, text)
+        others = case.must_move if when == "before" else Spans()
+        pinned_too = held_now(state, case.buffer, others, TRANSIENT + 1)
+        if pinned_too:
+            return Check(
+                name, CONTRADICTED, f"page {pinned_too} was not pinned but had references as if it were"
+            )
+    return Check(name, OK, "references stood above the baseline on exactly the pinned pages")
+
+
+def trace_ends_in_a_failed_migration(case: Case) -> Check:
+    """`migrate_pages` returns how many pages would not move, or -ENOMEM when there was no page to move to
+    (mm/migrate.c); `mm_migrate_pages` looks the same in both cases. Where the kernel gives no trace, the rest
+    must suffice: the trace is then named as missing.
+    """
+    name, trace = "trace", case.registration.trace
+    if trace.status == "unavailable" and case.facts.could_trace:
+        return Check(
+            name, MISSING, "this call was not traced although the kernel traced others", "run it again"
+        )
+    if trace.status == "unavailable":
+        return Check(name, OK, f"this kernel gives no trace ({trace.why or 'no reason recorded'})")
+    if not trace.complete:
+        how = {"off": "run with --trace on", "absent": "run with --trace on"}.get(
+            trace.status, "run it again"
+        )
+        return Check(name, MISSING, f"the trace is {trace.status}: {trace.why or 'no reason recorded'}", how)
+    for names, what in (
+        (("pin_user_pages_fast",), "pin_user_pages_fast"),
+        (("migrate_pages",), "migrate_pages"),
+    ):
+        values = trace.of(names)
+        if what == "pin_user_pages_fast" and values and values[-1] >= 0:
+            return Check(name, CONTRADICTED, "pin_user_pages_fast succeeded, so something else failed")
+    if not trace.migrations:
+        if "migrate_pages" in trace.missing and "mm_migrate_pages" in trace.missing:
+            return Check(name, OK, "this kernel does not let migrate_pages be seen")
+        return Check(name, CONTRADICTED, "no page was tried to be migrated for the pin")
+    last = trace.migrations[-1]
+    if last.returned is None:
+        if "migrate_pages" not in trace.missing:
+            return Check(name, MISSING, "the return of migrate_pages was not seen", "run it again")
+        if last.failed:
+            return Check(
+                name, OK, f"{last.failed} pages failed to migrate (migrate_pages cannot be probed here)"
+            )
+        return Check(name, CONTRADICTED, "no page failed to migrate")
+    if last.returned < 0:
+        return Check(
+            name, CONTRADICTED, f"migrate_pages returned {last.returned}: there was no page to move to"
+        )
+    if last.returned == 0:
+        return Check(name, CONTRADICTED, "migrate_pages moved every page")
+    if last.reason is None and "mm_migrate_pages" not in trace.missing:
+        return Check(name, MISSING, "the reason of the migration was not seen", "run it again")
+    if last.failed == 0:
+        return Check(name, CONTRADICTED, "the tracepoint counts no page that failed to migrate")
+    return Check(name, OK, f"migrate_pages left {last.returned} behind, reason {last.reason or 'not seen'}")
+
+
+def same_call_after_release(case: Case) -> Registration | None:
+    """The first registration, after every plain pin was released, that is the same call; else None."""
+    releases = [pin.release.seq for pin in case.plain if pin.release is not None]
+    if not releases or len(releases) != len(case.plain):
+        return None
+    after = max(releases)
+    for later in case.run.registrations:
+        if later.seq > after and later.shape == case.registration.shape:
+            return later
+    return None
+
+
+def releasing_made_it_succeed(case: Case) -> Check:
+    """A-B-A on one buffer: the same call, the same PFNs, still unpinnable, nothing changed but the pin; now
+    it succeeds and the pages move. It shows that the pin was the cause, and that there was memory to move
+    to.
+    """
+    name, how = "release", "release the pin and register the same range again in the scenario"
+    for pin in case.plain:
+        if pin.release is None:
+            return Check(name, MISSING, f"pin {pin.id} was never released", how)
+        if pin.release.errno is not None:
+            return Check(name, MISSING, f"pin {pin.id} could not be released: {pin.release.errno}", how)
+    later = same_call_after_release(case)
+    if later is None:
+        return Check(name, MISSING, "the same registration was not tried again after the release", how)
+    if case.run.held(later.seq, case.buffer.id):
+        return Check(name, MISSING, "another pin was held when the registration was tried again", how)
+    if not later.succeeded:
+        text = f"with the pin released the same registration still failed, with {later.errno}"
+        return Check(name, CONTRADICTED, text)
+    failed, again, done = case.registration.after, later.before, later.after
+    if failed is None or again is None or done is None:
+        return Check(name, MISSING, "the pages around the second try were not read", "run as root")
+    same = failed.unmoved(again) & again.unpinnable
+    if case.stuck - same:
+        text = f"page {case.stuck - same} was not provably the same unpinnable page at the second try"
+        return Check(name, MISSING, text, "run it again")
+    out = again.moved(done) & done.placed("ordinary")
+    if case.stuck - out:
+        return Check(
+            name, MISSING, f"page {case.stuck - out} did not provably move at the second try", "run as root"
+        )
+    contrary = _pinned_again_failed(case, later)
+    if contrary is not None:
+        text = f"pinned again on ordinary memory, the registration failed as well, with {contrary.errno}"
+        return Check(name, CONTRADICTED, text)
+    return Check(
+        name, OK, "the same registration succeeded once the pin was released, and the pages moved out"
+    )
+
+
+def _pinned_again(case: Case, second: Registration) -> Registration | None:
+    """The third part of A-B-A: the same call, pinned again, on pages that are ordinary now."""
+    for later in case.run.registrations:
+        if (
+            later.seq > second.seq
+            and later.buffer == case.buffer.id
+            and later.before is not None
+            and later.spans
+            and case.run.held(later.seq, case.buffer.id)
+            and later.spans <= later.before.placed("ordinary")
+        ):
+            return later
+    return None
+
+
+def _pinned_again_failed(case: Case, second: Registration) -> Registration | None:
+    third = _pinned_again(case, second)
+    return third if third is not None and not third.succeeded else None
+
+
+def pinned_again_succeeded(case: Case) -> bool | None:
+    """Whether the third part of A-B-A was run and succeeded; None where it was not run."""
+    second = same_call_after_release(case)
+    third = _pinned_again(case, second) if second is not None else None
+    return None if third is None else third.succeeded
+
+
+PROOF: tuple[Callable[[Case], Check], ...] = (
+    errno_is_enomem,
+    pin_held_and_alive,
+    unpinnable_at_that_moment,
+    first_under_the_pin,
+    exactly_the_pinned_pages_stayed,
+    references_on_exactly_the_pinned_pages,
+    trace_ends_in_a_failed_migration,
+    releasing_made_it_succeed,
+    whole_record,
+)
+"""All that must hold for `reproduced`, but the controls."""
+
+
+def prove(case: Case) -> list[Check]:
+    """Apply every rule of proof to a registration that failed."""
+    return [rule(case) for rule in PROOF]
+
+
+@dataclass(frozen=True)
+class Contract:
+    """What a pin did to unpinnable pages. `kind` is `longterm`, `plain` or `unknown`; `why` says on what it
+    rests.
+    """
+
+    kind: str
+    why: str
+    spans: Spans = field(default_factory=Spans)
+
+
+def pin_contract(buffer: Buffer, pin: Pin) -> Contract:
+    """Whether a pin asked for FOLL_LONGTERM, by movement alone.
+
+    A pin with FOLL_LONGTERM moves unpinnable pages out first (`__gup_longterm_locked`, mm/gup.c). Movement
+    means that only if nothing else can have moved them: after fork() any pin for writing breaks
+    copy-on-write (`do_wp_page`, mm/memory.c), so each page must have been mapped once; it must now bear
+    exactly one pin more than its baseline; and unpinnable pages that were not pinned must have stayed.
+    """
+    before, after = pin.before, pin.after
+    if before is None or after is None:
+        return Contract("unknown", "the pages around the pin were not read")
+    was = before.unpinnable & pin.spans
+    if not was:
+        return Contract("unknown", "none of its pages was unpinnable")
+    moved = before.moved(after) & was
+    if not moved:
+        if was <= (before.unmoved(after) & after.unpinnable):
+            return Contract("plain", "its pages stayed in unpinnable memory", was)
+        return Contract("unknown", "whether its pages moved was not seen")
+    if was - moved:
+        return Contract("unknown", f"page {was - moved} did not move, others did")
+    if moved - after.placed("ordinary"):
+        return Contract("unknown", "its pages moved, but not provably out of unpinnable memory")
+    shared = before.shared & moved
+    if shared:
+        return Contract(
+            "unknown", f"page {shared} was mapped more than once: copy-on-write moves it, too", moved
+        )
+    if moved - before.where("mapcount", lambda count: count == 1):
+        return Contract("unknown", "that nobody else mapped its pages is not known", moved)
+    excess = after.excess(cache_references(buffer.backing))
+    once = where(excess, lambda count: PIN_BIAS <= count < 2 * PIN_BIAS) - after.known("pincount")
+    once = once | after.where("pincount", lambda count: count > 0)
+    if moved - once:
+        return Contract("unknown", f"page {moved - once} does not provably bear exactly one pin", moved)
+    neighbours = before.unpinnable - pin.spans
+    if neighbours & before.moved(after):
+        return Contract("unknown", "pages that were not pinned moved as well", moved)
+    beside = f", the {neighbours.total} unpinned ones beside them stayed" if neighbours else ""
+    return Contract("longterm", f"the pin moved its {moved.total} unpinnable pages out first{beside}", moved)

@@ -1,0 +1,181 @@
+"""What the kernel said during one call: the record's trace, read for the judge."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from regrepro.judge.pagestate import whole_number
+
+# Families of functions that do one job under several names. A family is in sight if one of them is.
+GUP = ("pin_user_pages_fast", "pin_user_pages", "gup_fast_fallback", "internal_get_user_pages_fast")
+GUP_INNER = ("__gup_longterm_locked", "__get_user_pages", *GUP)
+UMEM = ("ib_umem_get_va", "__ib_umem_get_va", "ib_umem_get", "ib_umem_get_peer")
+DMABUF = (
+    "ib_umem_dmabuf_get_with_dma_device",
+    "ib_umem_dmabuf_get_pinned_with_dma_device",
+    "ib_umem_dmabuf_get_pinned",
+    "ib_umem_dmabuf_get",
+    "ib_umem_dmabuf_map_pages",
+    "dma_buf_get",
+    "dma_buf_dynamic_attach",
+)
+DMA_MAP = ("dma_map_sgtable", "ib_dma_map_sgtable_attrs", "dma_map_sg_attrs", "__dma_map_sg_attrs")
+SG_TABLE = ("sg_alloc_append_table_from_pages", "__sg_alloc_table_from_pages")
+MKEY = (
+    "mlx5_core_create_mkey",
+    "mlx5_ib_create_mkey",
+    "mlx5_mr_cache_alloc",
+    "reg_create",
+    "rxe_add_to_pool",
+    "__rxe_add_to_pool",
+    "rxe_alloc",
+)
+PEER = ("nvidia_p2p_get_pages", "nvidia_p2p_get_pages_persistent", "ib_umem_get_peer", "nv_mem_get_pages")
+DRIVER = re.compile(r"^(?:\w+_)?reg_user_mr(?:_dmabuf)?$")
+ACCESS_CHECK = ("ib_check_mr_access",)
+UVERBS = ("ib_uverbs_reg_mr", "ib_uverbs_write", "ib_uverbs_ioctl", "ib_uverbs_cmd_verbs")
+REASONS = ("longterm_pin", "contig_range")
+"""`enum migrate_reason` of a migration out of unpinnable memory for a pin: MR_LONGTERM_PIN since 5.13,
+MR_CONTIG_RANGE before (check_and_migrate_cma_pages in mm/gup.c)."""
+
+
+@dataclass(frozen=True)
+class Migration:
+    """One call of `migrate_pages` made for a long-term pin.
+
+    `returned` is its return value: how many pages (folios) would not move, or a negative errno; None where
+    only the tracepoint was seen. `reason`, `succeeded`, `failed` come from the tracepoint, or are None.
+    """
+
+    returned: int | None
+    reason: str | None = None
+    succeeded: int | None = None
+    failed: int | None = None
+
+
+@dataclass
+class Trace:
+    """A trace of docs/record.md. `status` is `complete`, `spoiled`, `unavailable`, `off` or `absent`."""
+
+    status: str = "absent"
+    why: str = "the event holds no trace"
+    returns: list[tuple[str, int]] = field(default_factory=list)
+    migrations: list[Migration] = field(default_factory=list)
+    missing: dict[str, str] = field(default_factory=dict)
+    probed: frozenset[str] | None = None
+    tree: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def complete(self) -> bool:
+        """All that could be probed was seen, and nothing was lost."""
+        return self.status == "complete"
+
+    def of(self, names: Iterable[str]) -> list[int]:
+        """Return values of these functions, in time order."""
+        wanted = frozenset(names)
+        return [value for name, value in self.returns if name in wanted]
+
+    def driver(self) -> list[int]:
+        """Return values of the provider's `reg_user_mr` (`rxe_reg_user_mr`, `mlx5_ib_reg_user_mr`, …)."""
+        return [value for name, value in self.returns if DRIVER.match(name)]
+
+    def absent(self, names: Iterable[str]) -> bool:
+        """Whether these functions were provably not called: nothing lost, one of them in sight, none seen.
+
+        With `probed` in the record only what it lists was in sight; without it, what `missing` does not list.
+        """
+        names = tuple(names)
+        if not self.complete or self.of(names):
+            return False
+        if self.probed is not None:
+            return any(name in self.probed for name in names)
+        return any(name not in self.missing for name in names)
+
+    def failed(self, names: Iterable[str]) -> int | None:
+        """The last return value of these functions if it is an errno, else None."""
+        values = self.of(names)
+        return values[-1] if values and values[-1] < 0 else None
+
+
+def read_trace(value: object, what: str, problems: list[str]) -> Trace:
+    """Read a trace. What is malformed makes it `spoiled`: it then proves nothing."""
+    if value is None:
+        return Trace()
+    if not isinstance(value, Mapping):
+        problems.append(f"{what} has a malformed trace")
+        return Trace("spoiled", "the trace is malformed")
+    status = value.get("status")
+    if status not in ("complete", "spoiled", "unavailable", "off"):
+        problems.append(f"{what} has a trace of unknown status")
+        return Trace("spoiled", "the trace has an unknown status")
+    trace = Trace(str(status), value["why"] if isinstance(value.get("why"), str) else "")
+    spoiled = _fill(trace, value)
+    lost = [name for name in ("misses", "overrun") if (whole_number(value.get(name)) or 0) > 0]
+    if trace.complete and (spoiled or lost):
+        trace.status = "spoiled"
+        trace.why = spoiled or f"the kernel counted {' and '.join(lost)} during the call"
+    return trace
+
+
+def _fill(trace: Trace, value: Mapping[str, Any]) -> str:
+    """Fill in what the trace holds; return why it proves nothing, or an empty string."""
+    spoiled = ""
+    events = value.get("events")
+    if not isinstance(events, list):
+        events, spoiled = [], "the trace has no list of events"
+    pending: list[Migration] = []
+    for event in events:
+        if not isinstance(event, Mapping):
+            spoiled = "the trace holds a malformed event"
+            continue
+        name, ret = event.get("fn"), whole_number(event.get("ret"))
+        if isinstance(name, str):
+            if ret is None:
+                continue  # a function that returns nothing, or one seen at its entry
+            trace.returns.append((name, ret))
+            if name == "migrate_pages":
+                before = pending.pop() if pending else None
+                if _for_a_pin(before, event.get("caller")):
+                    trace.migrations.append(
+                        Migration(ret, before.reason, before.succeeded, before.failed)
+                        if before
+                        else Migration(ret)
+                    )
+        elif event.get("tracepoint") == "mm_migrate_pages" and isinstance(event.get("fields"), Mapping):
+            fields = event["fields"]
+            reason = fields.get("reason")
+            pending.append(
+                Migration(
+                    None,
+                    reason if isinstance(reason, str) else None,
+                    whole_number(fields.get("nr_succeeded")),
+                    whole_number(fields.get("nr_failed")),
+                )
+            )
+    # Where migrate_pages itself cannot be probed, the tracepoint alone is left.
+    trace.migrations += [left for left in pending if left.reason in REASONS]
+    missing = value.get("missing")
+    for item in missing if isinstance(missing, list) else []:
+        if isinstance(item, Mapping) and isinstance(item.get("fn"), str):
+            trace.missing[item["fn"]] = item["why"] if isinstance(item.get("why"), str) else ""
+    probed = value.get("probed")
+    if isinstance(probed, list):
+        trace.probed = frozenset(name for name in probed if isinstance(name, str))
+    tree = value.get("tree")
+    trace.tree = [dict(node) for node in tree if isinstance(node, Mapping)] if isinstance(tree, list) else []
+    return spoiled
+
+
+def _for_a_pin(tracepoint: Migration | None, caller: object) -> bool:
+    """Whether a migrate_pages call was made for a long-term pin, and not by compaction or NUMA balancing.
+
+    The tracepoint's reason says so; without it the caller does (mm/gup.c's functions, some of them inlined).
+    """
+    if tracepoint is not None and tracepoint.reason is not None:
+        return tracepoint.reason in REASONS
+    if not isinstance(caller, str) or not caller:
+        return tracepoint is None
+    return any(part in caller for part in ("longterm", "check_and_migrate", "gup", "pin_user_pages"))
