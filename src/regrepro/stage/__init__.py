@@ -17,7 +17,7 @@ from regrepro.errors import Unmet, UsageError
 from regrepro.record import Encoded, RecordWriter, encoded
 from regrepro.scenario import Change
 from regrepro.stage import buffers, pins
-from regrepro.stage.backend import PAGE_SIZE, PIN_OWNERS, Backend, HeldPin, PageState, Tracer, join
+from regrepro.stage.backend import PAGE_SIZE, PIN_OWNERS, Backend, HeldPin, PageState, Tracer, join, readable
 from regrepro.stage.buffers import BACKINGS, Buffer, Place
 from regrepro.stage.pins import Pin
 from regrepro.stage.registrations import Registration
@@ -29,6 +29,21 @@ _Result = TypeVar("_Result")
 # Above this many pages, reference counts are read only where they can say something: a pin is held, or a
 # refusal.
 _ALWAYS_COUNT_PAGES = 1024
+
+# Arrays of a page state; two states that agree in all of them are the same.
+_STATE_ARRAYS = (
+    "pfn",
+    "place",
+    "state",
+    "node",
+    "refcount",
+    "mapcount",
+    "pincount",
+    "baseline",
+    "large",
+    "file",
+    "exclusive",
+)
 
 # A harness' own pin that the kernel does not offer at all: nothing was learnt of the bug.
 _NOT_OFFERED = {
@@ -434,7 +449,7 @@ class Stage:
 
     def _pages(self, key: str, buffer: Buffer, state: PageState | None) -> dict[str, Any]:
         """Return a page state as keys of an event."""
-        if state is None or state.pfn is None:
+        if state is None or not readable(state):
             why = join(state.problems) if state is not None else "no map of this node's memory could be read"
             return {key: None, "pages_unknown": why or "the pages could not be read"}
         # Before and after are the same more often than not: encode equal states once.
@@ -461,7 +476,7 @@ class Stage:
 
 def _same(one: Any, other: Any) -> bool:
     """Return whether two page states hold the same, array by array."""
-    for name in ("pfn", "place", "refcount", "mapcount", "pincount", "node"):
+    for name in _STATE_ARRAYS:
         a, b = getattr(one, name, None), getattr(other, name, None)
         if a is None or b is None:
             if a is not b:

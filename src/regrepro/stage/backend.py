@@ -15,9 +15,10 @@ from regrepro.options import RunOptions
 
 PAGE_SIZE = os.sysconf("SC_PAGE_SIZE")
 
+# Codes of kernel/memorymap.py, repeated: a user's list of scenarios need not load numpy.
 ORDINARY = 0
-UNPINNABLE = (1, 2, 3)
-"""Codes of `kernel.memorymap`: CMA, isolate, movable zone. 254 is unknown, 255 absent."""
+UNPINNABLE = (1, 2, 3)  # CMA, isolate, movable zone
+UNKNOWN = 254
 
 
 class Range(Protocol):
@@ -372,6 +373,14 @@ def default_huge_page_size() -> int:
     if not found:
         raise Unmet("hugetlb", "this kernel has no CONFIG_HUGETLBFS", "use a kernel that has it")
     return int(found[1]) * 1024
+
+
+def readable(state: PageState | None) -> bool:
+    """Return whether a page state tells where the pages are: PFNs are hidden from an ordinary user."""
+    if state is None:
+        return False
+    hidden = (state.pfn == 0) & (state.place == UNKNOWN)
+    return not bool(hidden.any())
 
 
 def join(problems: Iterable[str]) -> str:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from regrepro.errors import Unmet, UsageError
 from regrepro.options import format_size
-from regrepro.stage.backend import ORDINARY, PAGE_SIZE, UNPINNABLE, Backend, Range, Zone, join
+from regrepro.stage.backend import ORDINARY, PAGE_SIZE, UNPINNABLE, Backend, Range, Zone, join, readable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -276,7 +276,7 @@ class _Search:
 
     def _places(self, memory: Range) -> Any:
         state = self._backend.snapshot(memory.address, memory.length, counts=False)
-        if state is None or state.place is None:
+        if state is None or not readable(state):
             why = join(state.problems) if state is not None else ""
             raise Unmet("page-state", why or "where pages lie cannot be read here", "run as root")
         return state.place

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 
 from regrepro.errors import Unmet
 from regrepro.scenario import KERNEL_NEED
-from regrepro.stage.backend import PAGE_SIZE, Backend, join
+from regrepro.stage.backend import PAGE_SIZE, Backend, join, readable
 from regrepro.stage.registrars import find_device
 
 _COMPARE = {
@@ -101,7 +101,7 @@ def _page_state(backend: Backend) -> None:
         state = backend.snapshot(memory.address, memory.length, counts=False)
     finally:
         memory.close()
-    if state is None or state.pfn is None:
+    if not readable(state):
         why = join(state.problems) if state is not None else "this node's memory could not be mapped"
         raise Unmet("page-state", why, "run as root: PFNs need CAP_SYS_ADMIN")
 
