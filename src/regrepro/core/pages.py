@@ -48,8 +48,8 @@ class PageLayout:
     """Offsets (bytes) of the members of struct page that are read; -1 where the kernel has none.
 
     `pincount`, `large_mapcount` and `nr_pages` count from the head page and may lie in the pages after it.
-    `mapcount_is_entire`: the kernel keeps no sum for a large folio; `large_mapcount` then is how often the whole
-    folio is mapped by one entry.
+    `mapcount_is_entire`: the kernel keeps no sum for a large folio; `large_mapcount` then is how often the
+    whole folio is mapped by one entry.
     """
 
     page_struct_size: int
@@ -80,7 +80,9 @@ def read_pagemap(fd: int, address: int, pages: int) -> NDArray[np.uint64]:
 
 
 def read_pfns(address: int, pages: int, fd: int | None = None) -> NDArray[np.uint64]:
-    """Return the PFN of each page of this process; 0: not present, or hidden from this user. Raises OSError."""
+    """Return the PFN of each page of this process; 0: not present, or hidden from this user. Raises
+    OSError.
+    """
     opened = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC) if fd is None else fd
     try:
         entries = read_pagemap(opened, address, pages)

@@ -51,8 +51,10 @@ class Btf:
         if types + type_len > len(blob) or strings + str_len > len(blob):
             raise BtfError("BTF is cut short")
         self._blob = blob
-        self._types, self._type_len = types, type_len
-        self._strings, self._str_len = strings, str_len
+        self._types: int = types
+        self._type_len: int = type_len
+        self._strings: int = strings
+        self._str_len: int = str_len
         self._base = ffi.from_buffer("uint8_t[]", blob)
         self._index: NDArray[np.uint32] | None = None
 
@@ -62,7 +64,7 @@ class Btf:
         return cls(BTF_PATH.read_bytes())
 
     def _find(self, kind: int, name: str) -> int | None:
-        at = int(
+        at: int = int(
             lib.rr_btf_find(
                 self._base + self._types,
                 self._type_len,
@@ -77,7 +79,9 @@ class Btf:
         if at == -errno.ENOENT:
             return None
         raise BtfError(
-            "BTF has a kind of type that this version does not know" if at == -95 else "BTF is damaged"
+            "BTF has a kind of type that this version does not know"
+            if at == -errno.ENOTSUP
+            else "BTF is damaged"
         )
 
     def _at(self, type_id: int) -> int:

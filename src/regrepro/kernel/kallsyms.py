@@ -1,7 +1,7 @@
 """Addresses of kernel symbols, from /proc/kallsyms.
 
-The file has hundreds of thousands of lines that the kernel formats one by one; it is read once and searched as
-bytes.
+The file has hundreds of thousands of lines that the kernel formats one by one; it is read once and searched
+as bytes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ KALLSYMS = Path("/proc/kallsyms")
 
 
 def find_in(text: bytes, names: Iterable[str]) -> dict[str, int]:
-    """Return the addresses of `names` in the text of kallsyms, without symbols of modules and hidden (0) ones."""
+    """Return the addresses of `names` in the text of kallsyms, without symbols of modules and hidden (0)
+    ones.
+    """
     found = {}
     for name in names:
         needle = b" " + name.encode() + b"\n"

@@ -1,7 +1,8 @@
 """The kernel's own memory, read through /proc/kcore (an ELF core file; fs/proc/kcore.c).
 
-Its VMCOREINFO note (kernel/vmcore_info.c) carries the addresses and layouts that crash tools need, most of what we
-need too. The kernel answers an address that no program header covers with zeroes; here it is an error.
+Its VMCOREINFO note (kernel/vmcore_info.c) carries the addresses and layouts that crash tools need, most of
+what we need too. The kernel answers an address that no program header covers with zeroes; here it is an
+error.
 """
 
 from __future__ import annotations
@@ -98,7 +99,9 @@ class Kcore:
         return None if text is None else int(text, 0)
 
     def symbol(self, name: str) -> int | None:
-        """Return SYMBOL(name) of vmcoreinfo: an address; for SYMBOL_ARRAY of a pointer, the pointer's value."""
+        """Return SYMBOL(name) of vmcoreinfo: an address; for SYMBOL_ARRAY of a pointer, the pointer's
+        value.
+        """
         text = self.vmcoreinfo.get(f"SYMBOL({name})")
         return None if text is None else int(text, 16)
 

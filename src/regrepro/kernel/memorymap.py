@@ -1,8 +1,8 @@
 """The map of the node's memory: which pages Linux refuses to pin for long (unpinnable), and how we know.
 
-Sources in order of trust: the pageblock bitmap (only after its self-check), the kernel's own areas and counts,
-/proc/zoneinfo, boot messages. Where no source decides, the answer is UNKNOWN, never a guess. The map says where
-pages lie, not what this kernel does about it: kernels before 5.13 pin in place.
+Sources in order of trust: the pageblock bitmap (only after its self-check), the kernel's own areas and
+counts, /proc/zoneinfo, boot messages. Where no source decides, the answer is UNKNOWN, never a guess. The map
+says where pages lie, not what this kernel does about it: kernels before 5.13 pin in place.
 """
 
 from __future__ import annotations
@@ -209,7 +209,9 @@ class _Builder:
         self._read_cma_areas_elsewhere()
 
     def _find_cma_config(self) -> bool | None:
-        """CONFIG_CMA, by the enum that the kernel was built with, else by a line that only such a kernel prints."""
+        """CONFIG_CMA, by the enum that the kernel was built with, else by a line that only such a kernel
+        prints.
+        """
         if self.btf is not None:
             try:
                 known = migrate_cma(self.btf)
@@ -368,7 +370,8 @@ class _Builder:
         node_of_zone = np.array([zone.node for zone in populated], dtype=np.int32)
         code = np.where(movable[zone_of], MOVABLE_ZONE, ORDINARY).astype(np.uint8)
         if layout.cma is not None:
-            # Without CONFIG_CMA an isolated block may be pinned: folio_is_longterm_pinnable(), include/linux/mm.h.
+            # Without CONFIG_CMA an isolated block may be pinned: folio_is_longterm_pinnable(),
+            # include/linux/mm.h.
             code[types == layout.cma] = CMA
             if layout.isolate is not None:
                 code[types == layout.isolate] = ISOLATE
@@ -434,9 +437,7 @@ class _Builder:
             return ranges
         try:
             block_pages = int((MEMORY_BLOCKS / "block_size_bytes").read_text(), 16) // PAGE_SIZE
-            names = [
-                name for name in os.listdir(MEMORY_BLOCKS) if name[6:].isdigit() and name[:6] == "memory"
-            ]
+            names = [path.name for path in MEMORY_BLOCKS.glob("memory[0-9]*")]
         except (OSError, ValueError):
             return ranges
         used = False

@@ -11,14 +11,49 @@ from typing import Any
 PAGE_SIZE: int = os.sysconf("SC_PAGE_SIZE")
 
 # include/uapi/linux/capability.h, by bit.
-CAPABILITIES = (
-    "CAP_CHOWN CAP_DAC_OVERRIDE CAP_DAC_READ_SEARCH CAP_FOWNER CAP_FSETID CAP_KILL CAP_SETGID CAP_SETUID CAP_SETPCAP "
-    "CAP_LINUX_IMMUTABLE CAP_NET_BIND_SERVICE CAP_NET_BROADCAST CAP_NET_ADMIN CAP_NET_RAW CAP_IPC_LOCK "
-    "CAP_IPC_OWNER CAP_SYS_MODULE CAP_SYS_RAWIO CAP_SYS_CHROOT CAP_SYS_PTRACE CAP_SYS_PACCT CAP_SYS_ADMIN "
-    "CAP_SYS_BOOT CAP_SYS_NICE CAP_SYS_RESOURCE CAP_SYS_TIME CAP_SYS_TTY_CONFIG CAP_MKNOD CAP_LEASE "
-    "CAP_AUDIT_WRITE CAP_AUDIT_CONTROL CAP_SETFCAP CAP_MAC_OVERRIDE CAP_MAC_ADMIN CAP_SYSLOG CAP_WAKE_ALARM "
-    "CAP_BLOCK_SUSPEND CAP_AUDIT_READ CAP_PERFMON CAP_BPF CAP_CHECKPOINT_RESTORE"
-).split()
+CAPABILITIES = [
+    "CAP_CHOWN",
+    "CAP_DAC_OVERRIDE",
+    "CAP_DAC_READ_SEARCH",
+    "CAP_FOWNER",
+    "CAP_FSETID",
+    "CAP_KILL",
+    "CAP_SETGID",
+    "CAP_SETUID",
+    "CAP_SETPCAP",
+    "CAP_LINUX_IMMUTABLE",
+    "CAP_NET_BIND_SERVICE",
+    "CAP_NET_BROADCAST",
+    "CAP_NET_ADMIN",
+    "CAP_NET_RAW",
+    "CAP_IPC_LOCK",
+    "CAP_IPC_OWNER",
+    "CAP_SYS_MODULE",
+    "CAP_SYS_RAWIO",
+    "CAP_SYS_CHROOT",
+    "CAP_SYS_PTRACE",
+    "CAP_SYS_PACCT",
+    "CAP_SYS_ADMIN",
+    "CAP_SYS_BOOT",
+    "CAP_SYS_NICE",
+    "CAP_SYS_RESOURCE",
+    "CAP_SYS_TIME",
+    "CAP_SYS_TTY_CONFIG",
+    "CAP_MKNOD",
+    "CAP_LEASE",
+    "CAP_AUDIT_WRITE",
+    "CAP_AUDIT_CONTROL",
+    "CAP_SETFCAP",
+    "CAP_MAC_OVERRIDE",
+    "CAP_MAC_ADMIN",
+    "CAP_SYSLOG",
+    "CAP_WAKE_ALARM",
+    "CAP_BLOCK_SUSPEND",
+    "CAP_AUDIT_READ",
+    "CAP_PERFMON",
+    "CAP_BPF",
+    "CAP_CHECKPOINT_RESTORE",
+]
 
 # /proc/sys/vm entries that bear on pins, placement or what a scenario may do.
 VM_SYSCTLS = (
@@ -55,7 +90,9 @@ def decode_capabilities(mask: int) -> list[str]:
 
 
 def lockdown() -> str | None:
-    """Return the kernel's lockdown mode: `none`, `integrity`, `confidentiality`; None where it cannot be read."""
+    """Return the kernel's lockdown mode: `none`, `integrity`, `confidentiality`; None where it cannot be
+    read.
+    """
     found = re.search(r"\[(\w+)\]", _text("/sys/kernel/security/lockdown") or "")
     return found[1] if found else None
 
@@ -118,7 +155,9 @@ def _memory_total() -> int | None:
 
 
 def node_facts() -> dict[str, Any]:
-    """Return key `node` of the header; facts that this user may not read are null. A limit of null is "unlimited"."""
+    """Return key `node` of the header; facts that this user may not read are null. A limit of null is
+    "unlimited".
+    """
     uname = os.uname()
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return {

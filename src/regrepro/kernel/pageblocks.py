@@ -1,8 +1,10 @@
-"""The pageblock bitmap: the migratetype of every pageblock, read from kernel memory and checked by the kernel's word.
+"""The pageblock bitmap: the migratetype of every pageblock, read from kernel memory and checked by the
+kernel's word.
 
-`struct mem_section` leads to `struct mem_section_usage`, whose `pageblock_flags` hold a few bits for each pageblock
-of the section (include/linux/mmzone.h, include/linux/pageblock-flags.h). Nothing here is trusted before `compare()`
-has held the same walk as `pagetypeinfo_showblockcount_print()` (mm/vmstat.c) against /proc/pagetypeinfo.
+`struct mem_section` leads to `struct mem_section_usage`, whose `pageblock_flags` hold a few bits for each
+pageblock of the section (include/linux/mmzone.h, include/linux/pageblock-flags.h). Nothing here is trusted
+before `compare()` has held the same walk as `pagetypeinfo_showblockcount_print()` (mm/vmstat.c) against
+/proc/pagetypeinfo.
 """
 
 from __future__ import annotations
@@ -267,7 +269,7 @@ class Sections:
     def online(self, pfns: NDArray[np.uint64], rows: NDArray[np.int64]) -> NDArray[Any]:
         """Whether each PFN has a struct page, as pfn_to_online_page() answers."""
         answer = rows >= 0
-        if self.valid is not None:
+        if self.valid is not None and len(self.numbers):
             shift = max(_SUBSECTION_SHIFT - (PAGE_SIZE.bit_length() - 1), 0)
             inside = (pfns & np.uint64((1 << self.layout.section_shift) - 1)) >> np.uint64(shift)
             answer = answer & self.valid[rows, inside.astype(np.int64)]
@@ -278,7 +280,8 @@ class Sections:
         inside = (pfns & np.uint64((1 << self.layout.section_shift) - 1)) >> np.uint64(
             self.layout.pageblock_order
         )
-        return self.types[rows, inside.astype(np.int64)]
+        types: NDArray[np.uint8] = self.types[rows, inside.astype(np.int64)]
+        return types
 
 
 def read_sections(kcore: Kcore, layout: BitmapLayout, end_pfn: int) -> Sections:
@@ -416,9 +419,9 @@ def count_blocks(
 ) -> dict[tuple[int, str], NDArray[np.int64]]:
     """Repeat the kernel's walk: for each populated zone the blocks by migratetype (last: impossible values).
 
-    As pagetypeinfo_showblockcount_print(): from the zone's first PFN on in steps of a pageblock, without pages that
-    have no online struct page or are of another zone. A page's own zone is looked up where the spans of zones
-    overlap and for the blocks that matter (CMA, Isolate); elsewhere the span decides.
+    As pagetypeinfo_showblockcount_print(): from the zone's first PFN on in steps of a pageblock, without
+    pages that have no online struct page or are of another zone. A page's own zone is looked up where the
+    spans of zones overlap and for the blocks that matter (CMA, Isolate); elsewhere the span decides.
     """
     layout = sections.layout
     populated = [zone for zone in zones if zone.populated]
@@ -452,8 +455,9 @@ def compare(
 ) -> list[dict[str, Any]]:
     """Hold our counts against the kernel's; empty means that the bitmap is read as the kernel reads it.
 
-    CMA and Isolate must be equal, per node and zone. The other types change under load between two looks, so that
-    they need only agree roughly: enough to see a wrong offset or width where there is neither CMA nor Isolate.
+    CMA and Isolate must be equal, per node and zone. The other types change under load between two looks, so
+    that they need only agree roughly: enough to see a wrong offset or width where there is neither CMA nor
+    Isolate.
     """
     differences: list[dict[str, Any]] = []
 
@@ -465,6 +469,13 @@ def compare(
     if layout.types != len(kernel.types):
         differ((-1, "all"), "migratetypes", layout.types, len(kernel.types))
         return differences
+    # migratetype_names[] is in the order of the enum.
+    for kind, value in (("CMA", layout.cma), ("Isolate", layout.isolate)):
+        said = kernel.types.index(kind) if kind in kernel.types else None
+        if said != value:
+            differ(
+                (-1, "all"), f"number of {kind}", -1 if value is None else value, -1 if said is None else said
+            )
     for where, theirs in kernel.blocks.items():
         ours = counts.get(where)
         if ours is None:

@@ -1,8 +1,8 @@
 """The state of a range's pages at one moment: where each lies, and who refers to it.
 
-Sources: /proc/PID/pagemap (PFN), the memory map (place, node), /proc/kpageflags and /proc/kpagecount (flags, map
-count), struct page through /proc/kcore (reference and pin counts). All are read in bulk, by C. What this user may
-not read is None, and `problems` says so.
+Sources: /proc/PID/pagemap (PFN), the memory map (place, node), /proc/kpageflags and /proc/kpagecount (flags,
+map count), struct page through /proc/kcore (reference and pin counts). All are read in bulk, by C. What this
+user may not read is None, and `problems` says so.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ KPF_SWAPCACHE, KPF_ANON, KPF_COMPOUND_HEAD, KPF_COMPOUND_TAIL, KPF_HUGE = 13, 12
 KPF_NOPAGE, KPF_KSM, KPF_THP, KPF_ZERO_PAGE = 20, 21, 22, 24
 KPF_RESERVED, KPF_PRIVATE, KPF_PRIVATE_2 = 32, 35, 36
 
-GUP_PIN_COUNTING_BIAS = 1024  # what one FOLL_PIN adds to the reference count of a small page (include/linux/mm.h)
+GUP_PIN_COUNTING_BIAS = (
+    1024  # what one FOLL_PIN adds to the reference count of a small page (include/linux/mm.h)
+)
 
 UNKNOWN_COUNT = -1
 
@@ -53,17 +55,19 @@ _NO_RUN = 1 << 62  # stands for absent pages while PFNs are run-length encoded
 
 
 def _bit(flags: NDArray[np.uint64], bit: int) -> NDArray[np.bool_]:
-    return (flags >> np.uint64(bit) & np.uint64(1)).astype(bool)
+    answer: NDArray[np.bool_] = (flags >> np.uint64(bit) & np.uint64(1)).astype(bool)
+    return answer
 
 
 @dataclass
 class PageState:
     """One item a page in every array; None where it could not be read (see `problems`).
 
-    `pfn` is 0 for a page that is not present, or whose PFN is hidden. `refcount`, `pincount` and `baseline` are those
-    of the page's folio (its head page), UNKNOWN_COUNT where not known. `pincount` is 0 for small pages, whose pins
-    are in `refcount`, GUP_PIN_COUNTING_BIAS each. `baseline` is the number of references that mappings, page cache,
-    swap cache and private data account for (folio_expected_ref_count(), include/linux/mm.h).
+    `pfn` is 0 for a page that is not present, or whose PFN is hidden. `refcount`, `pincount` and `baseline`
+    are those of the page's folio (its head page), UNKNOWN_COUNT where not known. `pincount` is 0 for small
+    pages, whose pins are in `refcount`, GUP_PIN_COUNTING_BIAS each. `baseline` is the number of references
+    that mappings, page cache, swap cache and private data account for (folio_expected_ref_count(),
+    include/linux/mm.h).
     """
 
     address: int
@@ -91,8 +95,8 @@ class PageState:
         """Return for each page the references that nothing ordinary explains, UNKNOWN_COUNT where not known.
 
         One FOLL_GET is 1, one FOLL_PIN of a small page GUP_PIN_COUNTING_BIAS (of a large folio 1, and 1 in
-        `pincount`). A page that was touched a moment ago may sit in a per-CPU batch on its way to the LRU lists and
-        then counts 1 more; it is no sign of a holder. A count never names its holder.
+        `pincount`). A page that was touched a moment ago may sit in a per-CPU batch on its way to the LRU
+        lists and then counts 1 more; it is no sign of a holder. A count never names its holder.
         """
         if self.refcount is None or self.baseline is None:
             return None
@@ -131,7 +135,9 @@ class PageState:
         return _count_runs(np.where(self.large, self.pincount, UNKNOWN_COUNT))
 
     def _traits(self) -> list[list[Any]]:
-        """Runs of what is neither place nor count: `[first, count, "anonymous exclusive large"]`; absent pages in none."""
+        """Runs of what is neither place nor count: `[first, count, "anonymous exclusive large"]`; absent
+        pages in none.
+        """
         code = self.state.astype(np.int64)
         for bit, trait in ((8, self.large), (16, self.file), (32, self.exclusive)):
             if trait is not None:
@@ -162,7 +168,9 @@ def _count_runs(values: NDArray[Any] | None) -> list[list[int]] | None:
 
 
 class PageReader:
-    """Reads page states of one process, by default this one. A forked child may go on using its parent's reader."""
+    """Reads page states of one process, by default this one. A forked child may go on using its parent's
+    reader.
+    """
 
     def __init__(self, memory_map: MemoryMap, pid: int | None = None) -> None:
         self.memory_map = memory_map
@@ -218,7 +226,8 @@ class PageReader:
             return -1
 
     def snapshot(self, address: int, length: int, *, counts: bool = True) -> PageState:
-        """Read the pages that [address, address + length) touches; `counts` False leaves all but PFN and place out.
+        """Read the pages that [address, address + length) touches; `counts` False leaves all but PFN and
+        place out.
 
         Raises OSError only for a file that was open and then failed.
         """
@@ -287,12 +296,18 @@ class PageReader:
         result.refcount = np.where(known, pages["refcount"], UNKNOWN_COUNT).astype(np.int64)
         large = pages["large"].astype(bool) & known
         result.large = large if result.large is None else result.large | large
-        result.pincount = np.where(known, np.where(large, pages["pincount"], 0), UNKNOWN_COUNT).astype(np.int64)
+        result.pincount = np.where(known, np.where(large, pages["pincount"], 0), UNKNOWN_COUNT).astype(
+            np.int64
+        )
         result.baseline = _baseline(result, pages, known, large, sections.layout.pages.mapcount_is_entire)
 
 
 def _baseline(
-    state: PageState, pages: NDArray[Any], known: NDArray[np.bool_], large: NDArray[np.bool_], entire_only: bool
+    state: PageState,
+    pages: NDArray[Any],
+    known: NDArray[np.bool_],
+    large: NDArray[np.bool_],
+    entire_only: bool,
 ) -> NDArray[np.int64] | None:
     """References that mappings, page cache, swap cache and private data hold on each page's folio."""
     if state.flags is None or state.file is None:
@@ -310,7 +325,8 @@ def _baseline(
     cached = state.file | _bit(flags, KPF_SWAPCACHE)
     sure &= ~(large & cached & (nr_pages < 1))
     huge = _bit(flags, KPF_HUGE)
-    # hugetlb held one page-cache reference for a whole page up to 6.6, one for each page since (mm/filemap.c).
+    # hugetlb held one page-cache reference for a whole page up to 6.6, one for each page since
+    # (mm/filemap.c).
     in_cache = np.where(huge & (pages["refcount"] < nr_pages), 1, nr_pages)
     private = state.file & (_bit(flags, KPF_PRIVATE) | _bit(flags, KPF_PRIVATE_2)) & ~huge
     total = maps + np.where(cached, in_cache, 0) + private

@@ -116,7 +116,9 @@ def read_meminfo() -> dict[str, int]:
 
 @dataclass
 class CmaArea:
-    """One registered CMA area. Counts are pages; `ranges`: (first PFN, last PFN + 1), None where not known."""
+    """One registered CMA area. Counts are pages; `ranges`: (first PFN, last PFN + 1), None where not
+    known.
+    """
 
     name: str
     pages: int
@@ -263,8 +265,8 @@ def boot_reservations(
 ) -> list[dict[str, Any]]:
     """Compare what the kernel's command line asks to reserve with what it got.
 
-    Returns items of event `reservation`: `argument`, `wanted` and `got` (bytes), `ok`, each None where not known,
-    and `kernel_lines`. All arguments default to the running kernel's.
+    Returns items of event `reservation`: `argument`, `wanted` and `got` (bytes), `ok`, each None where not
+    known, and `kernel_lines`. All arguments default to the running kernel's.
     """
     if cmdline is None:
         cmdline = CMDLINE.read_text()
