@@ -477,6 +477,7 @@ class _Run:
                     end.where = _where(pid)
                     return end
         _, status = os.waitpid(pid, 0)
+        _await_group(pid)
         code = os.waitstatus_to_exitcode(status)
         end.status = code
         if code < 0:
@@ -629,6 +630,15 @@ def _kill(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
+
+
+def _await_group(pid: int, seconds: float = 1.0) -> None:
+    """Wait until the killed processes of a child's group are gone, and their pins with them."""
+    deadline = time.monotonic() + seconds
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        while time.monotonic() < deadline:
+            os.killpg(pid, 0)
+            time.sleep(0.005)
 
 
 def _where(pid: int) -> str | None:

@@ -66,13 +66,13 @@ def _unpinnable(backend: Backend) -> None:
     # so.
 
 
-def _has_place(need: str, code: str, how: str) -> Callable[[Backend], None]:
+def _has_place(need: str, memory: str, code: str, how: str) -> Callable[[Backend], None]:
     def check_place(backend: Backend) -> None:
         _unpinnable(backend)
         assert backend.memory_map is not None
         ranges = backend.memory_map.as_record().get("unpinnable_ranges") or []
         if not any(item[2] == code for item in ranges):
-            raise Unmet(need, f"this node has no {need} memory", how)
+            raise Unmet(need, f"this node has no {memory} memory", how)
 
     return check_place
 
@@ -148,9 +148,14 @@ def _dmabuf(backend: Backend) -> None:
 _CHECKS: dict[str, Callable[[Backend], None]] = {
     "root": _root,
     "unpinnable": _unpinnable,
-    "cma": _has_place("CMA", "cma", "boot with cma=512M or hugetlb_cma=2G, on a kernel with CONFIG_CMA"),
+    "cma": _has_place(
+        "cma", "CMA", "cma", "boot with cma=512M or hugetlb_cma=2G, on a kernel with CONFIG_CMA"
+    ),
     "movable-zone": _has_place(
-        "ZONE_MOVABLE", "movable-zone", "boot with movablecore=512M, or use --place online-movable"
+        "movable-zone",
+        "ZONE_MOVABLE",
+        "movable-zone",
+        "boot with movablecore=512M, or use --place online-movable",
     ),
     "registrar": _registrar,
     "rdma": _rdma,
