@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from regrepro.judge.spans import Run, Spans, together
@@ -197,5 +198,5 @@ def _well_formed(runs: list[Run[Any]], pages: int) -> bool:
     """Runs are not empty, lie within the buffer and do not overlap."""
     ordered = sorted(runs, key=lambda run: run[0])
     return all(0 <= first < end <= pages for first, end, _ in ordered) and all(
-        before[1] <= after[0] for before, after in zip(ordered, ordered[1:], strict=False)
+        before[1] <= after[0] for before, after in pairwise(ordered)
     )
