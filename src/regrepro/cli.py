@@ -269,13 +269,16 @@ def judge_command(ctx: click.Context, run_dir: Path, expect: str | None, as_json
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit. Exit code 1 means a crash of regrepro itself, never a user's mistake."""
     try:
-        code = group.main(arguments, prog_name="regrepro", standalone_mode=False)
+        # Not group.main(): it ends a broken pipe with exit code 1.
+        given = sys.argv[1:] if arguments is None else arguments
+        with group.make_context("regrepro", list(given)) as context:
+            code = group.invoke(context)
         sys.stdout.flush()
     except click.exceptions.Exit as leave:
         code = leave.exit_code
     except click.ClickException as error:
-        context = getattr(error, "ctx", None)
-        hint = f" (see {context.command_path} --help)" if context is not None else ""
+        where = getattr(error, "ctx", None)
+        hint = f" (see {where.command_path} --help)" if where is not None else ""
         code = _complain(" ".join(error.format_message().split()) + hint, EXIT_USAGE)
     except RegreproError as error:
         code = _complain(str(error), error.exit_code)

@@ -19,7 +19,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -96,11 +96,13 @@ class Environment:
 
         return read_memory_map()
 
-    def online_movable(self, journal: Any) -> Any:
-        """Make a block of unpinnable memory. Raises `Unmet`."""
+    def online_movable(
+        self, journal: Any, memory_map: Any, report: Callable[[dict[str, Any]], object]
+    ) -> Any:
+        """Make a block of unpinnable memory; `report` gets each step. Raises `Unmet`."""
         from regrepro.kernel.memoryblocks import online_movable
 
-        return online_movable(journal)
+        return online_movable(journal, memory_map=memory_map, report=report)
 
     def tracer(self, journal: Any) -> Tracer:
         from regrepro.kernel.trace import Tracer as KernelTracer
@@ -248,7 +250,6 @@ class _Run:
         self._trace_status: dict[str, Any] = {"status": "off", "why": "--trace off"}
         self._unmet: Unmet | None = None  # of the run: no pass can do without
         self._memory_map: MemoryMap | None = None
-        self._map_problem = ""
 
     def run(self, planned: list[Pass], lab: dict[str, Any] | None) -> None:
         environment, options = self._environment, self._options
@@ -288,48 +289,39 @@ class _Run:
             writer.event("reservation", **item)
             if item["ok"] is False:
                 self._progress.say(f"the boot reservation {item['argument']} failed")
+        self._map()
         if self._options.place == "online-movable":
             self._online(journal, cleanup)
-        try:
-            self._memory_map = environment.memory_map()
+            self._map()  # the block lies in ZONE_MOVABLE now
+        if self._memory_map is not None:
             writer.event("memory-map", **self._memory_map.as_record())
-        except (OSError, RegreproError) as error:
-            self._map_problem = str(error)
-            writer.event("note", text=f"no map of this node's memory: {error}", stand_in=None)
         if self._options.trace != "off":
             self._arm(journal, cleanup)
 
-    def _online(self, journal: Any, cleanup: contextlib.ExitStack) -> None:
+    def _map(self) -> None:
         try:
-            block = self._environment.online_movable(journal)
+            self._memory_map = self._environment.memory_map()
+        except (OSError, RegreproError) as error:
+            self._writer.event("note", text=f"no map of this node's memory: {error}", stand_in=None)
+
+    def _online(self, journal: Any, cleanup: contextlib.ExitStack) -> None:
+        """Make a block of unpinnable memory for this run; where that cannot be, every pass is unmet."""
+
+        def report(step: dict[str, Any]) -> None:
+            self._writer.event("online-movable", **step)
+
+        try:
+            block = self._environment.online_movable(journal, self._memory_map, report)
         except Unmet as unmet:
             self._unmet = unmet
-            self._writer.event(
-                "online-movable", block=None, range=None, step="failed", errno=None, why=str(unmet)
-            )
             return
-        name = getattr(block, "name", None) or getattr(block, "block", None)
-        pages = list(block.range)
-        self._writer.event("online-movable", block=name, range=pages, step="online_movable", errno=None)
         self._progress.say("a memory block was made unpinnable for this run")
 
         def give_back() -> None:
-            try:
-                block.give_back()
-                self._writer.event("online-movable", block=name, range=pages, step="given-back", errno=None)
-            except (OSError, RegreproError) as error:
-                number = getattr(error, "errno", None)
-                from regrepro.stage import errno_name
-
-                self._writer.event(
-                    "online-movable",
-                    block=name,
-                    range=pages,
-                    step="failed",
-                    errno=errno_name(error) if isinstance(error, OSError) and number else None,
-                    why=str(error),
+            if not block.give_back():
+                self._progress.say(
+                    "the memory block is still in use and could not be given back; the next start tries again"
                 )
-                self._progress.say(f"the memory block could not be given back: {error}")
 
         cleanup.callback(give_back)
 

@@ -83,9 +83,13 @@ class FakeEnvironment(runner.Environment):
     def memory_map(self) -> Any:
         return self.made_backend.memory_map
 
-    def online_movable(self, journal: Any) -> Any:
+    def online_movable(self, journal: Any, memory_map: Any, report: Any) -> Any:
+        step = {"block": 7, "range": [1000, 2000], "errno": None}
         if self.block is None:
+            report({**step, "step": "failed", "errno": "EBUSY"})
             raise Unmet("online-movable", "no block can be offlined", "free memory")
+        self.block.report = lambda: report({**step, "step": "given-back"})
+        report({**step, "step": "online_movable"})
         return self.block
 
     def tracer(self, journal: Any) -> Any:
@@ -280,10 +284,13 @@ def test_an_ordinary_user_is_told_what_root_would_give(
 
 def test_a_memory_block_is_given_back(tmp_path: Path) -> None:
     class Block:
-        name, range, given_back = "memory7", (1000, 2000), False
+        given_back = False
+        report: Any = None
 
-        def give_back(self) -> None:
+        def give_back(self) -> bool:
             self.given_back = True
+            self.report()
+            return True
 
     environment = FakeEnvironment()
     environment.block = Block()
@@ -292,8 +299,8 @@ def test_a_memory_block_is_given_back(tmp_path: Path) -> None:
     )
     assert environment.block.given_back
     assert [(event["block"], event["step"]) for event in record.of("online-movable")] == [
-        ("memory7", "online_movable"),
-        ("memory7", "given-back"),
+        (7, "online_movable"),
+        (7, "given-back"),
     ]
 
 

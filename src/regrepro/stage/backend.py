@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from regrepro.errors import RegreproError, Unmet
 from regrepro.options import RunOptions
@@ -231,8 +231,9 @@ class System:
         if self._reader is None:
             from regrepro.kernel.pagestate import PageReader
 
-            self._reader = PageReader(self.memory_map)
-        return self._reader.snapshot(address, length, counts=counts)
+            self._reader = PageReader(cast("Any", self.memory_map))
+        state: PageState = self._reader.snapshot(address, length, counts=counts)
+        return state
 
     def default_pin(self) -> tuple[str, str]:
         """Return kind and owner of the pin of this run: CUDA's where `--cuda` gives one."""
