@@ -1,7 +1,7 @@
-"""Builds records by hand, event for event as docs/record.md has them, for tests of judge, schema and views.
+"""Builds records by hand, event for event as docs/record.md has them, for tests.
 
-`Builder` writes what a stage would; `reproduced_record` and its like are whole runs. Pages are lists of PFNs; a
-place is that of the range a PFN lies in: below 1,000 unpinnable ("cma"), else ordinary.
+`Builder` writes what a stage would; `reproduced_record` and its like are whole runs. Pages are lists of
+PFNs; a place is that of the range a PFN lies in: below 1,000 unpinnable ("cma"), else ordinary.
 """
 
 from __future__ import annotations
@@ -66,7 +66,9 @@ def runs(values: Sequence[Any], step: int = 0) -> list[list[Any]]:
     return made if step else [[first, count, value] for first, value, count in made]
 
 
-def state(pfns: Sequence[int], refs: Sequence[int] | int = 1, maps: int | None = 1, **more: Any) -> dict[str, Any]:
+def state(
+    pfns: Sequence[int], refs: Sequence[int] | int = 1, maps: int | None = 1, **more: Any
+) -> dict[str, Any]:
     """A page state. A PFN of 0 is an absent page."""
     refs = [refs] * len(pfns) if isinstance(refs, int) else list(refs)
     place = ["absent" if not pfn else "cma" if pfn < UNPINNABLE_BELOW else "ordinary" for pfn in pfns]
@@ -102,7 +104,14 @@ def failing_trace(pages: int = 8, ret: int | None = None, reason: str = "longter
         for n, (fn, value) in enumerate(reversed(path))
     ]
     tree = [
-        {"depth": n, "fn": fn, "ret": value, "errno": "ENOMEM" if value == -12 else None, "failing": True, "text": ""}
+        {
+            "depth": n,
+            "fn": fn,
+            "ret": value,
+            "errno": "ENOMEM" if value == -12 else None,
+            "failing": True,
+            "text": "",
+        }
         for n, (fn, value) in enumerate(path)
     ]
     return trace(events=events, tree=tree)
@@ -110,7 +119,16 @@ def failing_trace(pages: int = 8, ret: int | None = None, reason: str = "longter
 
 def trace(**keys: Any) -> dict[str, Any]:
     """A complete trace; keywords replace what is in it."""
-    return {"status": "complete", "why": "", "events": [], "tree": [], "missing": [], "misses": 0, "overrun": 0, **keys}
+    return {
+        "status": "complete",
+        "why": "",
+        "events": [],
+        "tree": [],
+        "missing": [],
+        "misses": 0,
+        "overrun": 0,
+        **keys,
+    }
 
 
 def returns(*pairs: tuple[str, int]) -> dict[str, Any]:
@@ -162,15 +180,25 @@ class Builder:
     ) -> None:
         """Open a pass."""
         self._labels = {"scenario": scenario, "variant": "default", "control": control}
+        changes = (
+            {"no-pin": "pin=none", "ordinary-memory": "place=ordinary"} if controls is None else controls
+        )
         declared = {
             "shows": "sections 9 to 13",
             "needs": list(needs),
             "expects": expects or {"pin": "reproduced", "longterm": "not-reproduced"},
-            "controls": {"no-pin": "pin=none", "ordinary-memory": "place=ordinary"} if controls is None else controls,
+            "controls": changes,
             "profiles": ["default"],
             "timeout": 60,
         }
-        self.event("scenario-begin", file="pin_then_register.py", declared=declared, contract=contract, pid=100)
+        self.event(
+            "scenario-begin",
+            file="pin_then_register.py",
+            declared=declared,
+            contract=contract,
+            change=changes.get(control or ""),
+            pid=100,
+        )
 
     def buffer(self, pages: dict[str, Any] | None, number: int = 1, **keys: Any) -> None:
         """Append a buffer of as many pages as its state has (8 without one)."""
@@ -216,7 +244,14 @@ class Builder:
         )
 
     def register(
-        self, before: Any, after: Any, number: int = 1, errno: str | None = None, *, pins: Iterable[int] = (), **keys: Any
+        self,
+        before: Any,
+        after: Any,
+        number: int = 1,
+        errno: str | None = None,
+        *,
+        pins: Iterable[int] = (),
+        **keys: Any,
     ) -> None:
         """Append a registration of the whole buffer, with living pins."""
         pages = (before or after or {"pages": 8})["pages"]
@@ -247,7 +282,9 @@ class Builder:
     def release(self, after: Any, pin: int = 1, **keys: Any) -> None:
         """Append the release of a pin."""
         sums = {"checksum_before": 7, "checksum_after": 7}
-        self.event("release", **{"pin": pin, "errno": None, "was_alive": True, "after": after, **sums, **keys})
+        self.event(
+            "release", **{"pin": pin, "errno": None, "was_alive": True, "after": after, **sums, **keys}
+        )
 
     def end(self, outcome: str = "finished", **keys: Any) -> None:
         """Close the pass."""
@@ -402,7 +439,9 @@ def no_pin_record() -> Record:
     """The scenario no_pin: nothing in the way."""
     builder = Builder()
     builder.memory_map()
-    builder.begin("no_pin", contract="none", expects={"none": "not-reproduced"}, controls={"with-pin": "pin=pin"})
+    builder.begin(
+        "no_pin", contract="none", expects={"none": "not-reproduced"}, controls={"with-pin": "pin=pin"}
+    )
     builder.buffer(state(CMA))
     builder.register(state(CMA), state(OUT, 1025))
     builder.end()
@@ -417,4 +456,6 @@ def no_pin_record() -> Record:
 
 def find(record: Record, event: str, number: int = 0, control: str | None = None) -> dict[str, Any]:
     """Return the n-th event of a type in a pass."""
-    return [item for item in record.events if item["event"] == event and item.get("control") == control][number]
+    return [item for item in record.events if item["event"] == event and item.get("control") == control][
+        number
+    ]

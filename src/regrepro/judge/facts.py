@@ -145,6 +145,7 @@ class Pass:
     file: str = ""
     declared: Mapping[str, Any] = field(default_factory=dict)
     contract: str = ""
+    change: str = ""
     buffers: dict[int, Buffer] = field(default_factory=dict)
     pins: dict[int, Pin] = field(default_factory=dict)
     registrations: list[Registration] = field(default_factory=list)
@@ -371,6 +372,7 @@ def _of_a_pass(current: Pass, facts: Facts, kind: str, seq: int, event: Mapping[
         current.file = _text(event.get("file"))
         current.declared = _mapping(event.get("declared"))
         current.contract = _text(event.get("contract"))
+        current.change = _text(event.get("change"))
     elif kind == "unmet":
         current.unmet = current.unmet or event
     elif kind == "exception":

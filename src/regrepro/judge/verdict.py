@@ -316,8 +316,12 @@ def _pin_checks(case: Case) -> list[Check]:
         if flaw:
             how = "keep the pin until the registration has returned"
             checks.append(Check("pin", rules.MISSING, flaw, how))
-    if case.run.contract not in ("", "none") and not case.run.pins:
+    taken = [pin for pin in case.run.pins.values() if pin.kind != "none"]
+    if case.run.contract != "none" and not taken:
         checks.append(Check("pin", rules.MISSING, "no pin was ever taken", "let the scenario pin its buffer"))
+    elif taken and not case.held and not any(pin.seq > case.registration.seq for pin in taken):
+        why = "no pin was held on these pages when they were registered, and none was taken after"
+        checks.append(Check("pin", rules.MISSING, why, "register while the pin is held"))
     return checks
 
 
@@ -469,7 +473,8 @@ def _controls(
         case = Case(facts, main, registration, main.buffers[registration.buffer])
     made = []
     for name in names:
-        changed, run = changes.get(name, "not declared"), others.get(name)
+        run = others.get(name)
+        changed = changes.get(name) or (run.change if run is not None else "") or "not declared"
         contract = run.contract if run is not None else changed.removeprefix("pin=")
         # What the scenario left out, and this control puts back, must bring the failure back.
         puts_back = expect_failure and contract in ("pin", "get") and changed != "place=ordinary"
@@ -538,6 +543,8 @@ def _control_flaw(case: Case, changed: str, main: Case | None) -> str:
         registration.verb,
         registration.length,
     )
+    if changed == "not declared":
+        return "what it changes is not in the record"
     if variable in ("pin", "place") and not same:
         return "it made another call than its scenario"
     if before is None:
