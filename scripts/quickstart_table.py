@@ -1,0 +1,157 @@
+"""The closing table of scripts/quickstart: two runs side by side, with and without unpinnable memory.
+
+Reads the run directories alone, so that it can be shown again at any time:
+`.venv/bin/python scripts/quickstart_table.py DIR-WITH DIR-WITHOUT`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+SUBJECT = "pin_then_register"
+WIDTH = 100
+
+
+class Unreadable(Exception):
+    """A run directory without verdicts that can be read."""
+
+
+def verdicts(run_dir: Path) -> dict[str, dict[str, Any]]:
+    """Return the verdicts of a run directory by scenario; raises `Unreadable`."""
+    path = run_dir / "verdicts.json"
+    try:
+        items = json.loads(path.read_text(encoding="utf-8"))["verdicts"]
+        return {item["scenario"]: item for item in items}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise Unreadable(f"{path} holds no verdicts ({error})") from None
+
+
+def in_short(item: dict[str, Any] | None) -> str:
+    """Return a verdict as a cell of the table."""
+    if item is None:
+        return "did not run"
+    beside = item.get("errno") if item["verdict"] == "reproduced" else item.get("basis") or item.get("layer")
+    return f"{item['verdict']} ({beside})" if beside else str(item["verdict"])
+
+
+def control_in_short(item: dict[str, Any] | None, name: str) -> str:
+    """Return how a control of a verdict went, as a cell of the table."""
+    for control in (item or {}).get("controls") or []:
+        if control.get("name") == name:
+            return str(control.get("got") or "no answer") + ("" if control.get("held") else ", did not hold")
+    return "-"
+
+
+def table(rows: list[tuple[str, str, str]]) -> str:
+    """Return rows as a plain table; the first row is its head."""
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
+    return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
+
+
+def value_of(item: dict[str, Any], name: str) -> Any:
+    """Return the value of an evidence, or None where it is missing."""
+    return ((item.get("evidence") or {}).get(name) or {}).get("value")
+
+
+def proof(item: dict[str, Any]) -> list[str]:
+    """Return the evidence of a reproduced verdict as sentences. Says only what the evidence holds."""
+    sentences = []
+    pages = value_of(item, "pages")
+    unpinnable, pinned, unmoved = (
+        value_of(item, f"pages_{what}") for what in ("unpinnable", "pinned", "unmoved")
+    )
+    placement = value_of(item, "placement")
+    if None not in (pages, unpinnable, pinned, unmoved):
+        where = (
+            f" ({', '.join(f'{count} {place}' for place, count in placement.items())})" if placement else ""
+        )
+        sentences.append(
+            f"{unpinnable} of the buffer's {pages} pages lay in unpinnable memory{where}, {pinned} were pinned "
+            f"without FOLL_LONGTERM, and {unmoved} did not move."
+        )
+    counts = value_of(item, "references")
+    if isinstance(counts, dict) and "before" in counts and "refcount" in counts["before"]:
+        sentences.append(
+            f"Each pinned page held {counts['before']['refcount']} references (one pin is 1024)."
+        )
+    trace = value_of(item, "trace")
+    if isinstance(trace, dict) and trace.get("migrate_pages") is not None:
+        sentences.append(
+            f"The kernel's trace of the call ends in migrate_pages() = {trace['migrate_pages']} pages not moved."
+        )
+    release = value_of(item, "release")
+    if isinstance(release, dict) and "again_errno" in release and release["again_errno"] is None:
+        moved = (
+            f", and {release['again_moved']} pages moved" if release.get("again_moved") is not None else ""
+        )
+        sentences.append(f"Released, the same registration of the same buffer succeeded{moved}.")
+    return sentences
+
+
+def main(arguments: list[str]) -> int:
+    """Print the table; return 0 when both runs gave what the incident's one-variable experiment gives."""
+    if len(arguments) != 2:
+        print(__doc__, file=sys.stderr)
+        return 2
+    with_dir, without_dir = map(Path, arguments)
+    try:
+        first, second = verdicts(with_dir), verdicts(without_dir)
+    except Unreadable as error:
+        print(f"quickstart: {error}", file=sys.stderr)
+        return 2
+    rows = [("", f"with {with_dir.name}", f"with {without_dir.name}")]
+    for name in dict.fromkeys([*first, *second]):
+        one, two = first.get(name), second.get(name)
+        rows.append((name, in_short(one), in_short(two)))
+        controls = [c.get("name") for item in (one, two) for c in (item or {}).get("controls") or []]
+        for control in dict.fromkeys(controls):
+            rows.append(
+                (f"  control {control}", control_in_short(one, control), control_in_short(two, control))
+            )
+    print(table(rows))
+    print()
+
+    one, two = first.get(SUBJECT), second.get(SUBJECT)
+    if one is not None:
+        print(textwrap.fill(f"{SUBJECT}, {with_dir.name}: {one['reason']}", WIDTH, subsequent_indent="  "))
+        for sentence in proof(one):
+            print(textwrap.fill(f"- {sentence}", WIDTH, initial_indent="  ", subsequent_indent="    "))
+    if two is not None:
+        print(textwrap.fill(f"{SUBJECT}, {without_dir.name}: {two['reason']}", WIDTH, subsequent_indent="  "))
+    print(f"\nRun directories:\n  {with_dir}\n  {without_dir}")
+
+    as_it_should = (
+        one is not None
+        and two is not None
+        and one["verdict"] == "reproduced"
+        and (two["verdict"], two.get("basis")) == ("not-reproduced", "placement")
+    )
+    if as_it_should:
+        owner = (one or {}).get("pin_owner")
+        print(
+            "\n"
+            + textwrap.fill(
+                f"Reproduced. The kernel and the boot argument are the same in both runs but for the size of "
+                f"hugetlb_cma; the pin was held by {owner}, so this says that the kernel is susceptible, and "
+                f"nothing about any driver.",
+                WIDTH,
+            )
+        )
+        return 0
+    print(
+        f"\nquickstart: expected {SUBJECT} to be reproduced in the first run and not-reproduced (placement) in the "
+        f"second, and saw {in_short(one)} and {in_short(two)}.",
+        file=sys.stderr,
+    )
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
