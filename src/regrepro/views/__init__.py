@@ -1,0 +1,1 @@
+"""Views: what the judge found, shown to people. They read verdicts and record and decide nothing."""

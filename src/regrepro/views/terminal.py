@@ -1,0 +1,570 @@
+"""Verdicts on a terminal or in a log: a table, the proof behind each verdict, and where everything lies.
+
+The text is laid out once, in plain words that fit the width. With rich and a terminal it gets colour; without
+either it is the same text, so that a log reads like the screen.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+Segment = tuple[str, str]
+Line = list[Segment]
+"""A line as segments of text and a style (a style of rich's, or an empty string)."""
+
+NARROW, WIDEST, PLAIN_WIDTH = 72, 118, 100
+
+_VERDICT_STYLE = {
+    "reproduced": "bold red",
+    "not-reproduced": "bold green",
+    "other-failure": "bold yellow",
+    "unmet": "bold magenta",
+    "error": "bold magenta",
+}
+_HEADLINE = {
+    "reproduced": "This bug was reproduced.",
+    "other-failure": "A registration or a pin failed, but not by this bug.",
+    "undecided": "Undecided: something could not be met, proven or run.",
+    "not-reproduced": "This bug was not reproduced.",
+}
+_PLACES = {
+    "cma": "in CMA",
+    "movable-zone": "in ZONE_MOVABLE",
+    "isolate": "in isolated pageblocks",
+    "ordinary": "in ordinary memory",
+    "unknown": "in a place not known",
+    "absent": "not present",
+}
+_BASIS = {
+    "pin": "pin (asked for LONGTERM)",
+    "kernel": "kernel (allowed it)",
+    "placement": "placement (nothing unpinnable)",
+}
+
+
+class RecordLike(Protocol):
+    """What this view needs of a record."""
+
+    @property
+    def header(self) -> Mapping[str, Any]: ...
+
+
+def show(
+    verdicts: Mapping[str, Any],
+    record: RecordLike | None = None,
+    run_dir: str | os.PathLike[str] | None = None,
+    file: TextIO | None = None,
+    *,
+    width: int | None = None,
+) -> None:
+    """Print verdicts for a person: table, proofs, stand-ins, flaws of the record, run directory.
+
+    `verdicts` is the object of verdicts.json, `record` gives the node's name and kernel. `width` in columns
+    is the terminal's by default, 100 where there is none.
+    """
+    out = file if file is not None else sys.stdout
+    columns = _width(out, width)
+    header = record.header if record is not None else {}
+    _print(_page(verdicts, header, run_dir, columns), out)
+
+
+def show_evidence(
+    verdict: Mapping[str, Any], file: TextIO | None = None, *, width: int | None = None
+) -> None:
+    """Print one verdict (an item of `verdicts`) with every piece of its evidence, how each is known, and its
+    source.
+    """
+    out = file if file is not None else sys.stdout
+    columns = _width(out, width)
+    lines = [_title(verdict), *_indented(str(verdict.get("reason", "")), columns, "  ")]
+    evidence = _mapping(verdict.get("evidence"))
+    names = max((len(name) for name in evidence), default=0)
+    for name, item in evidence.items():
+        value, how, source = (_mapping(item).get(key) for key in ("value", "how", "source"))
+        if name == "trace" and isinstance(value, Mapping):
+            value = {key: part for key, part in value.items() if key != "tree"}
+        text = f"{_plain(value)}  ({how}: {source})" if source else f"{_plain(value)}  ({how})"
+        lines += _labelled(name, text, columns, names, style="dim" if how == "missing" else "")
+    tree = _tree(evidence, columns)
+    if tree:
+        lines += [[], [("  the kernel's own path:", "bold")], *tree]
+    lines += _checks(verdict, columns)
+    for control in _controls(verdict):
+        lines += _labelled("control", control, columns, names)
+    _print(lines, out)
+
+
+# Layout
+
+
+def _page(verdicts: Mapping[str, Any], header: Mapping[str, Any], run_dir: object, width: int) -> list[Line]:
+    items = _items(verdicts.get("verdicts"))
+    lines: list[Line] = [[], *_head(header, width)]
+    if not items:
+        lines += [[("There is no verdict: the record holds no scenario.", "bold magenta")]]
+    else:
+        lines += [[], *_table(items, width)]
+        for item in items:
+            proof = _proof(item, width)
+            if proof:
+                lines += [[], *proof]
+    stand_ins = _stand_ins(header, items)
+    if stand_ins:
+        lines += [[], [("Stand-ins in this run", "bold")]]
+        for text in stand_ins:
+            lines += _indented(text, width, "  ")
+    problems = [str(text) for text in _list(verdicts.get("problems"))]
+    if problems:
+        lines += [[], [("What is wrong with the record", "bold magenta")]]
+        for text in problems:
+            lines += _indented(text, width, "  ")
+    lines += [[], _headline(items, verdicts)]
+    if run_dir is not None:
+        lines += [
+            [
+                ("The run lies in ", ""),
+                (str(Path(str(run_dir))), "bold"),
+                (" (record.jsonl, verdicts.json)", ""),
+            ]
+        ]
+    return lines
+
+
+def _head(header: Mapping[str, Any], width: int) -> list[Line]:
+    node = _mapping(header.get("node"))
+    if not node:
+        return [[("regrepro", "bold")]]
+    where = f"{node.get('hostname') or 'unnamed node'}, Linux {node.get('kernel') or 'of unknown version'}"
+    lab = _mapping(header.get("lab"))
+    if lab:
+        where += f", in the lab ({lab.get('accel') or 'virtual machine'})"
+    if node.get("nvidia_driver"):
+        where += f", NVIDIA driver {node['nvidia_driver']}"
+    boot = [
+        word
+        for word in str(node.get("cmdline") or "").split()
+        if word.startswith(("cma=", "hugetlb_cma=", "movablecore=", "kernelcore=", "movable_node", "kho="))
+    ]
+    lines: list[Line] = [[("regrepro on ", ""), (where, "bold")]]
+    if boot:
+        lines += _indented(f"booted with {' '.join(boot)}", width, "", style="dim")
+    return lines
+
+
+_COLUMNS = ("scenario", "verdict", "pin by", "basis", "errno", "layer")
+
+
+def _row(item: Mapping[str, Any]) -> list[str]:
+    variant = item.get("variant")
+    name = str(item.get("scenario"))
+    if variant not in (None, "default"):
+        name += f" ({variant})"
+    owner = str(item.get("pin_owner") or "none")
+    if owner == "cuda" and item.get("driver"):
+        owner += f" {item['driver']}"
+    cells = [name, str(item.get("verdict")), owner]
+    return cells + [str(item.get(key) or "-") for key in ("basis", "errno", "layer")]
+
+
+def _table(items: Sequence[Mapping[str, Any]], width: int) -> list[Line]:
+    rows = [_row(item) for item in items]
+    widths = [max(len(row[n]) for row in [list(_COLUMNS), *rows]) for n in range(len(_COLUMNS))]
+    fits = sum(widths) + 2 * (len(widths) - 1) <= width
+    lines: list[Line] = []
+    if fits:
+        head = "  ".join(name.upper().ljust(size) for name, size in zip(_COLUMNS, widths, strict=True))
+        lines += [[(head.rstrip(), "bold")], [("─" * min(width, sum(widths) + 2 * (len(widths) - 1)), "dim")]]
+    for item, row in zip(items, rows, strict=True):
+        style = _VERDICT_STYLE.get(row[1], "")
+        if fits:
+            line: Line = []
+            for n, (cell, size) in enumerate(zip(row, widths, strict=True)):
+                last = n == len(row) - 1
+                line.append(
+                    (cell if last else cell.ljust(size) + "  ", style if n == 1 else "bold" if n == 0 else "")
+                )
+            lines.append(line)
+        else:
+            lines.append([(row[0], "bold")])
+            lines.append([("  ", ""), (row[1], style)])
+            rest = [f"{name} {cell}" for name, cell in zip(_COLUMNS[2:], row[2:], strict=True) if cell != "-"]
+            lines += _indented(", ".join(rest), width, "  ")
+        lines += _indented(str(item.get("reason") or ""), width, "  ", style="" if fits else "dim")
+        if item.get("as_declared") is False:
+            lines += _indented(
+                f"not as declared: {_plain(item.get('declared'))}", width, "  ", style="bold yellow"
+            )
+    return lines
+
+
+def _title(item: Mapping[str, Any]) -> Line:
+    verdict = str(item.get("verdict"))
+    return [(str(item.get("scenario")), "bold"), (": ", ""), (verdict, _VERDICT_STYLE.get(verdict, ""))]
+
+
+def _proof(item: Mapping[str, Any], width: int) -> list[Line]:
+    """What a decided scenario rests on; what an undecided one lacks. Nothing where the reason says it all."""
+    verdict = item.get("verdict")
+    evidence = _mapping(item.get("evidence"))
+    if verdict == "unmet":
+        return _lacks(item, width)
+    if verdict not in ("reproduced", "not-reproduced", "other-failure"):
+        return []
+    lines: list[Line] = []
+    size = 10
+    for label, text in (
+        ("placement", _placement(evidence)),
+        ("pin", _pin(evidence)),
+        ("references", _references(evidence)),
+        ("movement", _movement(evidence)),
+        ("registrar", _registrar(evidence)),
+    ):
+        if text:
+            lines += _labelled(label, text, width, size)
+    tree = _tree(evidence, width)
+    if tree:
+        lines += [_label("kernel", size) + [("its own trace of the call:", "")], *tree]
+    elif _trace(evidence):
+        lines += _labelled("kernel", _trace(evidence), width, size)
+    if _release(evidence):
+        lines += _labelled("release", _release(evidence), width, size)
+    if verdict == "other-failure":
+        lines += _labelled("layer", _layer(evidence), width, size)
+    for n, control in enumerate(_controls(item)):
+        lines += _labelled("" if n else "controls", control, width, size)
+    what = {"reproduced": "the proof", "not-reproduced": "what was seen", "other-failure": "what was seen"}
+    title: Line = [(f"{item.get('scenario')}", "bold"), (f": {what[str(verdict)]}", "bold")]
+    return [title, *lines] if lines else []
+
+
+def _lacks(item: Mapping[str, Any], width: int) -> list[Line]:
+    """All that was not met, where the reason names only the first."""
+    entries = [_mapping(entry) for entry in _list(item.get("unmet"))]
+    if len(entries) < 2:
+        return []
+    lines: list[Line] = [[(f"{item.get('scenario')}: what is missing", "bold")]]
+    for entry in entries:
+        how = f" ({entry['how']})" if entry.get("how") else ""
+        lines += _labelled(str(entry.get("need")), f"{entry.get('why')}{how}", width, 10)
+    return lines
+
+
+def _checks(verdict: Mapping[str, Any], width: int) -> list[Line]:
+    lines: list[Line] = []
+    marks = {
+        "ok": ("ok", "green"),
+        "missing": ("missing", "magenta"),
+        "contradicted": ("contradicted", "red"),
+    }
+    for check in _items(verdict.get("checks")):
+        mark, style = marks.get(str(check.get("state")), ("?", ""))
+        text = _indented(f"{check.get('name')}: {check.get('text')}", max(20, width - 16), "")
+        lines.append([(f"  {mark.ljust(12)}  ", style), *text[0]])
+        lines += [[(" " * 16, ""), *line] for line in text[1:]]
+    return [[], [("  the rules of proof:", "bold")], *lines] if lines else []
+
+
+# Evidence in words
+
+
+def _value(evidence: Mapping[str, Any], name: str) -> Any:
+    return _mapping(evidence.get(name)).get("value")
+
+
+def _how(evidence: Mapping[str, Any], name: str) -> str:
+    return str(_mapping(evidence.get(name)).get("how") or "missing")
+
+
+def _missing(evidence: Mapping[str, Any], name: str) -> str:
+    item = _mapping(evidence.get(name))
+    return f"not known: {item.get('source')}" if item.get("how") == "missing" and item.get("source") else ""
+
+
+def _placement(evidence: Mapping[str, Any]) -> str:
+    places = _value(evidence, "placement")
+    if not isinstance(places, Mapping):
+        return _missing(evidence, "placement")
+    parts = [f"{count} {_PLACES.get(str(name), name)}" for name, count in places.items()]
+    return (
+        f"of {_value(evidence, 'pages')} pages {', '.join(parts) or 'none'} ({_how(evidence, 'placement')})"
+    )
+
+
+def _pin(evidence: Mapping[str, Any]) -> str:
+    pins = _value(evidence, "pins")
+    if not isinstance(pins, list):
+        return ""
+    if not pins:
+        return "none was held"
+    flags = {
+        "pin": "FOLL_PIN without FOLL_LONGTERM",
+        "get": "FOLL_GET",
+        "longterm": "FOLL_PIN with FOLL_LONGTERM",
+    }
+    parts = []
+    for pin in _items(pins):
+        signs = [pin.get("alive_before"), pin.get("alive_after")]
+        life = (
+            "alive before and after"
+            if signs == [True, True]
+            else "cannot be asked"
+            if None in signs
+            else "not alive"
+        )
+        kind = flags.get(str(pin.get("kind")), pin.get("kind"))
+        parts.append(f"{pin.get('owner')} held {pin.get('pages')} pages by {pin.get('api')} ({kind}), {life}")
+    return "; ".join(parts) + (
+        " (a stand-in for the driver's pin)" if _how(evidence, "pins") == "stand-in" else ""
+    )
+
+
+def _counts(value: object) -> str:
+    if not isinstance(value, Mapping):
+        return "not known"
+    words = {"refcount": "", "mapcount": "mapped ", "pincount": "pin count "}
+    parts = []
+    for name, count in value.items():
+        number = f"{count[0]} to {count[1]}" if isinstance(count, list) and len(count) == 2 else f"{count}"
+        parts.append(f"{words.get(str(name), str(name) + ' ')}{number}{'x' if name == 'mapcount' else ''}")
+    return ", ".join(parts)
+
+
+def _references(evidence: Mapping[str, Any]) -> str:
+    value = _value(evidence, "references")
+    if not isinstance(value, Mapping):
+        return _missing(evidence, "references")
+    return (
+        f"before {_counts(value.get('before'))}; after {_counts(value.get('after'))} (one FOLL_PIN is 1,024)"
+    )
+
+
+def _movement(evidence: Mapping[str, Any]) -> str:
+    moved, stayed = _value(evidence, "pages_moved"), _value(evidence, "pages_unmoved")
+    if moved is None and stayed is None:
+        return _missing(evidence, "pages_moved")
+    text = f"{moved} pages moved, {stayed} unpinnable ones stayed"
+    tried = _value(evidence, "pages_tried")
+    return text + (f" (of the {tried} that were tried before it failed)" if tried is not None else "")
+
+
+def _registrar(evidence: Mapping[str, Any]) -> str:
+    value = _value(evidence, "registrar")
+    if not isinstance(value, Mapping):
+        return ""
+    note = f" (stand-in: {value['note']})" if value.get("note") else ""
+    return f"{value.get('verb')} on {value.get('device') or 'no device'}{note}"
+
+
+def _trace(evidence: Mapping[str, Any]) -> str:
+    value = _value(evidence, "trace")
+    if not isinstance(value, Mapping):
+        return ""
+    if value.get("status") == "complete":
+        return ""
+    return f"no trace, it is {value.get('status')}: {value.get('why') or 'no reason recorded'}"
+
+
+def _release(evidence: Mapping[str, Any]) -> str:
+    value = _value(evidence, "release")
+    if not isinstance(value, Mapping):
+        return ""
+    parts = [f"{value.get('released')} released"]
+    if value.get("bytes_kept") is not None:
+        parts[0] += ", no byte changed" if value["bytes_kept"] else ", the buffer's bytes changed"
+    if "again_errno" in value:
+        parts.append(f"the same call again: {value['again_errno'] or 'OK'}")
+        if value.get("same_unpinnable_pages"):
+            parts.append(f"with the same {value['same_unpinnable_pages']} unpinnable pages")
+        if value.get("again_moved") is not None:
+            parts.append(f"{value['again_moved']} moved out")
+    if value.get("pinned_again_on_ordinary"):
+        parts.append(f"pinned again, on ordinary memory: {value['pinned_again_on_ordinary']}")
+    return "; ".join(parts)
+
+
+def _layer(evidence: Mapping[str, Any]) -> str:
+    item = _mapping(evidence.get("layer"))
+    value = _mapping(item.get("value"))
+    source = f", {item['source']}" if item.get("source") and item.get("source") != value.get("why") else ""
+    return f"{value.get('layer')}: {value.get('why')} ({item.get('how')}{source})" if value else ""
+
+
+def _controls(item: Mapping[str, Any]) -> list[str]:
+    texts = []
+    for control in _items(item.get("controls")):
+        mark = "held" if control.get("held") else "not held"
+        texts.append(f"{control.get('name')} ({control.get('changed')}): {control.get('reason')} [{mark}]")
+    return texts
+
+
+def _tree(evidence: Mapping[str, Any], width: int) -> list[Line]:
+    """The kernel's path, indented, with return values in a column and the failing branch marked."""
+    nodes = _items(_mapping(_value(evidence, "trace")).get("tree"))
+    if not nodes:
+        return []
+    names = []
+    for node in nodes:
+        depth = node.get("depth")
+        names.append(
+            "  " * (min(depth, 30) if isinstance(depth, int) and depth > 0 else 0) + str(node.get("fn"))
+        )
+    column = min(max(len(name) for name in names), max(24, width - 40))
+    lines: list[Line] = []
+    for name, node in zip(names, nodes, strict=True):
+        failing = bool(node.get("failing"))
+        line: Line = [
+            ("    ✗ " if failing else "      ", "bold red"),
+            (name.ljust(column), "bold" if failing else ""),
+        ]
+        if node.get("ret") is not None:
+            errno = f" {node['errno']}" if node.get("errno") else ""
+            line.append((f"  = {node['ret']}{errno}", "red" if failing else ""))
+        text = str(node.get("text") or "")
+        if text and text != str(node.get("fn")):
+            used = sum(len(part) for part, _ in line)
+            wrapped = textwrap.wrap(text, max(24, width - used - 2))
+            line.append((f"  {wrapped[0]}", "dim"))
+            lines.append(line)
+            lines += [[(" " * (used + 2) + more, "dim")] for more in wrapped[1:]]
+        else:
+            lines.append(line)
+    return lines
+
+
+def _stand_ins(header: Mapping[str, Any], items: Iterable[Mapping[str, Any]]) -> list[str]:
+    texts: dict[str, str] = {}
+    for stand_in in _items(header.get("stand_ins")):
+        name = str(stand_in.get("name"))
+        texts[name] = f"{name}, in the place of {stand_in.get('replaces')}: {stand_in.get('what')}"
+    pins = {
+        "process-vm": "a real FOLL_PIN from user space (process_vm_writev)",
+        "vmsplice": "a real FOLL_GET reference from user space",
+        "io-uring": "a real FOLL_LONGTERM pin from user space",
+    }
+    for item in items:
+        for name in _list(_value(_mapping(item.get("evidence")), "stand_ins")):
+            what = f", in the place of the driver's pin: {pins[name]}" if name in pins else ""
+            texts.setdefault(str(name), f"{name}{what}")
+    return list(texts.values())
+
+
+def _headline(items: Sequence[Mapping[str, Any]], verdicts: Mapping[str, Any]) -> Line:
+    names = [item.get("verdict") for item in items]
+    undecided = (
+        not items or verdicts.get("complete") is False or any(name in ("unmet", "error") for name in names)
+    )
+    which = (
+        "reproduced"
+        if "reproduced" in names
+        else "other-failure"
+        if "other-failure" in names
+        else "undecided"
+        if undecided
+        else "not-reproduced"
+    )
+    count = sum(1 for name in names if name == which)
+    style = _VERDICT_STYLE.get(which, "bold magenta")
+    of = f" ({count} of {len(items)} scenarios)" if count and len(items) > 1 else ""
+    return [(_HEADLINE[which] + of, style)]
+
+
+# Text
+
+
+def _indented(text: str, width: int, indent: str, style: str = "") -> list[Line]:
+    wrapped = textwrap.wrap(
+        " ".join(text.split()),
+        max(24, width),
+        initial_indent=indent,
+        subsequent_indent=indent,
+        break_on_hyphens=False,
+    )
+    return [[(line, style)] for line in wrapped]
+
+
+def _label(label: str, size: int) -> Line:
+    return [(f"  {label.ljust(size)}  ", "cyan")]
+
+
+def _labelled(label: str, text: str, width: int, size: int, style: str = "") -> list[Line]:
+    """`  label  text`, wrapped beside the label."""
+    wrapped = textwrap.wrap(" ".join(text.split()), max(24, width - size - 4), break_on_hyphens=False) or [""]
+    first: Line = [*_label(label, size), (wrapped[0], style)]
+    return [first, *([(" " * (max(size, len(label)) + 4), ""), (line, style)] for line in wrapped[1:])]
+
+
+def _plain(value: object) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {_plain(item)}" for key, item in value.items()) or "-"
+    if isinstance(value, list):
+        return "; ".join(_plain(item) for item in value) or "-"
+    return str(value)
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _list(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _items(value: object) -> list[Mapping[str, Any]]:
+    return [item for item in _list(value) if isinstance(item, Mapping)]
+
+
+# Output
+
+
+def _is_terminal(out: TextIO) -> bool:
+    try:
+        return out.isatty()
+    except (AttributeError, ValueError):
+        return False
+
+
+def _width(out: TextIO, width: int | None) -> int:
+    if width is None:
+        width = shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns if _is_terminal(out) else PLAIN_WIDTH
+    return max(40, min(width, WIDEST))
+
+
+def _print(lines: Iterable[Line], out: TextIO) -> None:
+    """Print with colour where rich and a terminal are there, else plain. Never fails for what cannot be
+    encoded.
+    """
+    console = _console(out)
+    for line in lines:
+        if console is not None:
+            from rich.text import Text
+
+            console.print(Text.assemble(*line), soft_wrap=True)
+            continue
+        text = "".join(part for part, _ in line).rstrip()
+        encoding = getattr(out, "encoding", None) or "utf-8"
+        try:
+            text.encode(encoding)
+        except (UnicodeEncodeError, LookupError):
+            text = text.replace("─", "-").replace("✗", "x").encode("ascii", "replace").decode("ascii")
+        out.write(text + "\n")
+    out.flush()
+
+
+def _console(out: TextIO) -> Any:
+    if not _is_terminal(out) or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        return None
+    try:
+        from rich.console import Console
+    except ImportError:
+        return None
+    return Console(file=out, highlight=False, emoji=False, markup=False)
