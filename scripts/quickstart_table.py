@@ -63,34 +63,25 @@ def value_of(item: dict[str, Any], name: str) -> Any:
 def proof(item: dict[str, Any]) -> list[str]:
     """Return the evidence of a reproduced verdict as sentences. Says only what the evidence holds."""
     sentences = []
-    pages = value_of(item, "pages")
-    unpinnable, pinned, unmoved = (
-        value_of(item, f"pages_{what}") for what in ("unpinnable", "pinned", "unmoved")
-    )
-    placement = value_of(item, "placement")
+    pages, unpinnable = value_of(item, "pages"), value_of(item, "pages_unpinnable")
+    pinned, unmoved = value_of(item, "pages_pinned"), value_of(item, "pages_unmoved")
     if None not in (pages, unpinnable, pinned, unmoved):
-        where = (
-            f" ({', '.join(f'{count} {place}' for place, count in placement.items())})" if placement else ""
-        )
+        places = value_of(item, "placement") or {}
+        where = ", ".join(f"{count} {place}" for place, count in places.items())
         sentences.append(
-            f"{unpinnable} of the buffer's {pages} pages lay in unpinnable memory{where}, {pinned} were pinned "
-            f"without FOLL_LONGTERM, and {unmoved} did not move."
+            f"{unpinnable} of the buffer's {pages} pages lay in unpinnable memory{f' ({where})' if where else ''}, "
+            f"{pinned} were pinned without FOLL_LONGTERM, and {unmoved} did not move."
         )
-    counts = value_of(item, "references")
-    if isinstance(counts, dict) and "before" in counts and "refcount" in counts["before"]:
-        sentences.append(
-            f"Each pinned page held {counts['before']['refcount']} references (one pin is 1024)."
-        )
-    trace = value_of(item, "trace")
-    if isinstance(trace, dict) and trace.get("migrate_pages") is not None:
-        sentences.append(
-            f"The kernel's trace of the call ends in migrate_pages() = {trace['migrate_pages']} pages not moved."
-        )
-    release = value_of(item, "release")
-    if isinstance(release, dict) and "again_errno" in release and release["again_errno"] is None:
-        moved = (
-            f", and {release['again_moved']} pages moved" if release.get("again_moved") is not None else ""
-        )
+    references = ((value_of(item, "references") or {}).get("before") or {}).get("refcount")
+    if references is not None:
+        sentences.append(f"References of each pinned page: {references} (one FOLL_PIN adds 1024).")
+    left = (value_of(item, "trace") or {}).get("migrate_pages")
+    if left is not None:
+        sentences.append(f"The kernel's own trace of the call: migrate_pages() left {left} where they were.")
+    release = value_of(item, "release") or {}
+    if release.get("again_errno", "not tried") is None:
+        count = release.get("again_moved")
+        moved = f", and {count} pages moved" if count is not None else ""
         sentences.append(f"Released, the same registration of the same buffer succeeded{moved}.")
     return sentences
 
@@ -133,21 +124,20 @@ def main(arguments: list[str]) -> int:
         and one["verdict"] == "reproduced"
         and (two["verdict"], two.get("basis")) == ("not-reproduced", "placement")
     )
-    if as_it_should:
-        owner = (one or {}).get("pin_owner")
+    if one is not None and as_it_should:
         print(
             "\n"
             + textwrap.fill(
-                f"Reproduced. The kernel and the boot argument are the same in both runs but for the size of "
-                f"hugetlb_cma; the pin was held by {owner}, so this says that the kernel is susceptible, and "
-                f"nothing about any driver.",
+                f"Reproduced. The two runs differ in nothing but the size of hugetlb_cma. The pin was held by "
+                f"{one['pin_owner']}: this kernel, with this placement, is susceptible. It says nothing of any "
+                f"driver.",
                 WIDTH,
             )
         )
         return 0
     print(
-        f"\nquickstart: expected {SUBJECT} to be reproduced in the first run and not-reproduced (placement) in the "
-        f"second, and saw {in_short(one)} and {in_short(two)}.",
+        f"\nquickstart: expected {SUBJECT} to be reproduced in the first run and not-reproduced (placement) "
+        f"in the second, and saw {in_short(one)} and {in_short(two)}.",
         file=sys.stderr,
     )
     return 1
