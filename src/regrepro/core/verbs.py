@@ -167,7 +167,8 @@ def _read(path: Path) -> str:
 def loopback_gid_index(device: str, port: int = 1) -> int | None:
     """Return the index of the GID to reach the port itself by.
 
-    RoCE v2 with an IPv4 address is preferred, then an IPv4 address, then RoCE v2. None when the table is empty (an InfiniBand port can do without).
+    RoCE v2 with an IPv4 address is preferred, then an IPv4 address, then RoCE v2. None when the table is
+    empty (an InfiniBand port can do without).
     """
     table = gids(device, port)
 

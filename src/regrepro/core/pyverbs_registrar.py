@@ -1,0 +1,155 @@
+"""The distribution's pyverbs as a second, independent registrar.
+
+An errno that it sees too is not our C core's own doing.
+
+Optional. pyverbs is bound to one rdma-core: only the distribution's own `python3-pyverbs`, under the
+distribution's interpreter (a venv made with --system-site-packages), fits its libibverbs.
+"""
+
+from __future__ import annotations
+
+import errno as errnos
+import os
+from typing import TYPE_CHECKING, Any
+
+from regrepro.errors import EnvironmentProblem
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def available() -> str | None:
+    """Return None if pyverbs can be imported, else a sentence that says why not."""
+    try:
+        import pyverbs.device
+        import pyverbs.mr
+        import pyverbs.pd  # noqa: F401
+    except ImportError as error:
+        return str(
+            EnvironmentProblem(
+                "pyverbs cannot be imported",
+                why=str(error),
+                hint="install the distribution's python3-pyverbs and use a venv that /usr/bin/python3 made "
+                "with --system-site-packages",
+            )
+        )
+    return None
+
+
+def _require() -> None:
+    why = available()
+    if why:
+        raise EnvironmentProblem(why)
+
+
+def _call(step: str, function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
+    """Call pyverbs; its errors come out as OSError with rdma-core's errno (EIO where it kept none)."""
+    from pyverbs.pyverbs_error import PyverbsError
+
+    try:
+        return function(*arguments, **named)
+    except PyverbsError as error:
+        number = getattr(error, "error_code", -1)
+        known = isinstance(number, int) and number > 0
+        text = os.strerror(number) if known else str(error)
+        raise OSError(number if known else errnos.EIO, f"{step}: {text}") from None
+
+
+def devices() -> list[str]:
+    """Return the RDMA devices' names, sorted. Raises EnvironmentProblem without pyverbs, OSError."""
+    _require()
+    import pyverbs.device
+
+    return sorted(device.name.decode() for device in _call("get_device_list", pyverbs.device.get_device_list))
+
+
+class PyverbsMemoryRegion:
+    """An MR that pyverbs made: `lkey`, `rkey`, `dereg()`."""
+
+    __slots__ = ("_mr", "lkey", "rkey", "verb")
+
+    def __init__(self, mr: Any, verb: str) -> None:
+        self._mr = mr
+        self.verb = verb
+        self.lkey: int = mr.lkey
+        self.rkey: int = mr.rkey
+
+    def dereg(self) -> None:
+        """Deregister; again does nothing. Raises OSError."""
+        if self._mr is None:
+            return
+        _call(f"{self.verb}.close", self._mr.close)
+        self._mr = None
+
+
+class PyverbsRegistrar:
+    """A device and one PD, both of pyverbs. A context manager.
+
+    Raises EnvironmentProblem without pyverbs or without a device of this name, OSError when opening fails.
+    """
+
+    __slots__ = ("_context", "_pd", "name")
+
+    def __init__(self, name: str) -> None:
+        _require()
+        import pyverbs.device
+        import pyverbs.pd
+
+        present = devices()
+        if name not in present:
+            raise EnvironmentProblem(
+                f"pyverbs sees no RDMA device {name!r}", why=f"devices: {', '.join(present) or 'none'}"
+            )
+        self.name = name
+        self._context: Any = _call("Context", pyverbs.device.Context, name=name)
+        self._pd: Any = _call("PD", pyverbs.pd.PD, self._context)
+
+    def query(self) -> dict[str, Any]:
+        """Return the device's attributes under the verbs' own names. Raises OSError."""
+        attributes = _call("query_device", self._context.query_device)
+        names = (
+            "vendor_id",
+            "vendor_part_id",
+            "hw_ver",
+            "max_mr",
+            "max_mr_size",
+            "page_size_cap",
+            "device_cap_flags",
+        )
+        answer: dict[str, Any] = {name: getattr(attributes, name) for name in names}
+        version = attributes.fw_version
+        answer["fw_ver"] = (
+            version.decode(errors="replace") if isinstance(version, bytes) else version
+        ).rstrip("\0")
+        return answer
+
+    def reg_mr(self, address: int, length: int, access: int) -> PyverbsMemoryRegion:
+        """Register by `pyverbs.mr.MR`. Raises OSError with rdma-core's errno."""
+        import pyverbs.mr
+
+        mr = _call("pyverbs.MR", pyverbs.mr.MR, self._pd, length, access, address=address)
+        return PyverbsMemoryRegion(mr, "pyverbs.MR")
+
+    def reg_dmabuf_mr(self, fd: int, offset: int, length: int, access: int) -> PyverbsMemoryRegion:
+        """Register a dma-buf by `pyverbs.mr.DmaBufMR` (iova = offset).
+
+        Raises OSError with rdma-core's errno.
+        """
+        import pyverbs.mr
+
+        mr = _call(
+            "pyverbs.DmaBufMR", pyverbs.mr.DmaBufMR, self._pd, length, access, dmabuf=fd, offset=offset
+        )
+        return PyverbsMemoryRegion(mr, "pyverbs.DmaBufMR")
+
+    def close(self) -> None:
+        """Close the device with everything on it; again does nothing. Raises OSError."""
+        context, self._context = self._context, None
+        if context is not None:
+            _call("Context.close", context.close)
+
+    def __enter__(self) -> PyverbsRegistrar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
