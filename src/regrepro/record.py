@@ -262,11 +262,39 @@ def read_record(path: str | os.PathLike[str]) -> Record:
         else:
             problems.append(f"line {number} has no seq")
         events.append(event)
+    _resolve(events, problems)
     if cut:
         problems.append(f"the last line (line {len(lines) + 1}) is cut and was left out")
     if not any(event["event"] == "run-end" for event in events):
         problems.append("the record ends without run-end: the run was killed or is still going on")
     return Record(header, events, problems)
+
+
+# The keys of events that hold page states.
+_STATE_KEYS = ("pages", "before", "after")
+
+
+def _resolve(events: list[dict[str, Any]], problems: list[str]) -> None:
+    """Put page states in the place of references to them (`same_as`): a large one is written once."""
+    whole: dict[tuple[Any, Any], dict[str, Any]] = {}
+    for event in events:
+        seq = event.get("seq")
+        for key in _STATE_KEYS:
+            state = event.get(key)
+            if not isinstance(state, dict):
+                continue
+            place = state.get("same_as")
+            if not isinstance(place, dict):
+                if isinstance(seq, int):
+                    whole[seq, key] = state
+                continue
+            found = whole.get((place.get("seq", seq), place.get("key", "")))
+            if found is None:
+                problems.append(f"seq {seq}: {key} refers to a page state that is not there")
+                event[key] = None
+                event.setdefault("pages_unknown", "the record refers to a page state that is not there")
+            else:
+                event[key] = found | {name: value for name, value in state.items() if name != "same_as"}
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

@@ -188,7 +188,10 @@ class FakeBackend:
                 return memoryview(one.bytes)[address - one.address : address - one.address + length]
         raise AssertionError("no such memory")
 
-    def snapshot(self, address: int, length: int, counts: bool) -> FakeState | None:
+    def movements(self) -> tuple[bytes, ...] | None:
+        return (b"%d" % self.handed_out,)
+
+    def snapshot(self, address: int, length: int, *, counts: bool) -> FakeState | None:
         self.snapshots += 1
         if self.memory_map is None:
             return None

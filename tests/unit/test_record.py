@@ -201,3 +201,17 @@ def test_unknown_keys_are_kept(writer: RecordWriter) -> None:
     writer.event("of-the-future", colour="blue")
     assert read_record(writer.path).events[0]["colour"] == "blue"
     assert json.loads(writer.path.read_text().splitlines()[1])["event"] == "of-the-future"
+
+
+def test_references_to_page_states_are_resolved(writer: RecordWriter) -> None:
+    state = {"pfn": [[0, 5, 1]], "how": "observed"}
+    writer.event("register", before=state, after={"same_as": {"key": "before"}})
+    writer.event("register", before={"same_as": {"seq": 1, "key": "before"}, "how": "inferred"}, after=None)
+    writer.event("register", before={"same_as": {"seq": 9, "key": "after"}}, after=None)
+    writer.event("run-end", outcome="finished")
+    record = read_record(writer.path)
+    first, second, third = record.events[:3]
+    assert first["after"] == state
+    assert second["before"] == {**state, "how": "inferred"}
+    assert third["before"] is None
+    assert record.problems == ["seq 3: before refers to a page state that is not there"]

@@ -357,6 +357,64 @@ def test_equal_states_are_written_alike(bench: Bench) -> None:
     assert registered["after"] == second["pages"] != first["pages"]
 
 
+# Long loops of large registrations
+
+
+def test_a_large_state_is_written_once(bench: Bench) -> None:
+    """Read back it is whole; in the file it is there once, and the loop reads it once."""
+    buffer = bench.stage.buffer(pages=2000, place="any")
+    bench.stage.register(buffer).deregister()  # moves out of CMA
+    before = bench.backend.snapshots
+    for _ in range(10):
+        bench.stage.register(buffer).deregister()
+    assert bench.backend.snapshots - before <= 1
+    registered = bench.events("register")
+    assert places(registered[0], "before") == ["cma"] * 2000
+    for event in registered[1:]:
+        assert event["before"]["pfn"] == event["after"]["pfn"] == registered[0]["after"]["pfn"]
+    assert registered[0]["after"]["how"] != "inferred"
+    assert registered[-1]["before"]["how"] == "inferred"
+    assert "/proc/vmstat" in registered[-1]["before"]["source"]
+    lines = bench.writer.path.read_text().splitlines()
+    assert max(len(line) for line in lines[4:]) < 1500
+
+
+def test_a_large_state_is_read_again_when_something_may_have_moved(bench: Bench) -> None:
+    buffer = bench.stage.buffer(pages=2000, place="any")
+    bench.stage.register(buffer).deregister()
+    bench.stage.register(buffer).deregister()
+    bench.backend.pages[buffer.address] = (9999, 0)
+    bench.backend.handed_out += 1  # what the fake's movements count
+    bench.stage.register(buffer)
+    assert bench.events("register")[-1]["before"]["pfn"][0] == [0, 9999, 1]
+    assert "how" in bench.events("register")[-1]["before"]
+
+
+def test_nothing_is_inferred_where_a_pin_is_held_or_the_registration_refused(bench: Bench) -> None:
+    buffer = bench.stage.buffer(pages=2000, place="unpinnable")
+    pin = bench.stage.pin(buffer)
+    bench.stage.register(buffer)
+    for key in ("before", "after"):
+        assert bench.events("register")[-1][key]["refcount"][0][2] == 1025
+        assert bench.events("register")[-1][key]["how"] == "observed"
+    pin.release()
+    bench.backend._registrar.register = lambda *a, **k: (_ for _ in ()).throw(OSError(errno.ENOMEM, ""))
+    bench.stage.register(buffer)
+    assert bench.events("register")[-1]["after"]["refcount"] is not None
+    assert bench.events("register")[-1]["after"]["how"] == "observed"
+
+
+def test_without_the_kernels_counters_everything_is_read(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench.backend, "movements", lambda: None)
+    buffer = bench.stage.buffer(pages=2000, place="any")
+    before = bench.backend.snapshots
+    bench.stage.register(buffer).deregister()
+    bench.stage.register(buffer).deregister()
+    assert bench.backend.snapshots - before == 4
+
+
 # What the counters say
 
 

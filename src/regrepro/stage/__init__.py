@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno as errno_numbers
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
 from regrepro.errors import Unmet, UsageError
@@ -29,6 +30,9 @@ _Result = TypeVar("_Result")
 # Above this many pages, reference counts are read only where they can say something: a pin is held, or a
 # refusal.
 _ALWAYS_COUNT_PAGES = 1024
+
+# A page state whose text is longer is written once; events that find it unchanged refer to it.
+_REFER_ABOVE = 2000
 
 # Arrays of a page state; two states that agree in all of them are the same.
 _STATE_ARRAYS = (
@@ -86,7 +90,11 @@ class Stage:
         self._pins: list[Pin] = []
         self._registrations: list[Registration] = []
         self._count = {"buffer": 0, "pin": 0, "registration": 0}
-        self._last_state: dict[int, tuple[Any, Encoded]] = {}
+        self._written: dict[int, _Written] = {}  # by buffer
+        self._unplaced: list[
+            tuple[_Written, str]
+        ] = []  # written by the event that is being made, under a key
+        self._known: dict[int, tuple[PageState, tuple[bytes, ...]]] = {}
 
     # What a body calls
 
@@ -263,7 +271,9 @@ class Stage:
         made = Registration(self, self._next("registration"), buffer, verb=verb, address=start, length=size)
         held = [pin for pin in self._pins if pin]
         counts = bool(held) or buffer.pages <= _ALWAYS_COUNT_PAGES
-        before = self._look(buffer, counts)
+        # What a long loop of large registrations would spend most of its time on.
+        may_infer = not counts and buffer.backing == "anonymous"
+        before = self._look_again(buffer) if may_infer else _Look(self._look(buffer, counts=counts))
         alive_before = [pin.alive() for pin in held]
 
         def call() -> None:
@@ -275,7 +285,10 @@ class Stage:
             made.errno = errno_name(error)
         else:
             self._registrations.append(made)
-        after = self._look(buffer, counts or error is not None)
+        if may_infer and error is None:
+            after = self._look_again(buffer)
+        else:
+            after = _Look(self._look(buffer, counts=counts or error is not None))
         self._event(
             "register",
             registration=made.id,
@@ -296,8 +309,8 @@ class Stage:
             ],
             trace=trace,
             stand_in=registrar.stand_in,
-            **self._pages("before", buffer, before),
-            **self._pages("after", buffer, after),
+            **self._pages("before", buffer, before.state, inferred=before.inferred),
+            **self._pages("after", buffer, after.state, inferred=after.inferred),
         )
         return made
 
@@ -414,7 +427,11 @@ class Stage:
     # Within
 
     def _event(self, event: str, /, **keys: Any) -> int:
-        return self._writer.event(event, **self._labels, **keys)
+        seq = self._writer.event(event, **self._labels, **keys)
+        for written, key in self._unplaced:
+            written.seq, written.key = seq, key
+        self._unplaced.clear()
+        return seq
 
     def _next(self, what: str) -> int:
         self._count[what] += 1
@@ -427,7 +444,8 @@ class Stage:
             self.release(pin)
         buffer.freed = True
         self._buffers.remove(buffer)
-        self._last_state.pop(buffer.id, None)
+        self._written.pop(buffer.id, None)
+        self._known.pop(buffer.id, None)
         buffer._memory.close()
         self._event("free", buffer=buffer.id)
 
@@ -444,21 +462,47 @@ class Stage:
         trace = self._tracer.end(token) if self._tracer is not None else self._no_trace
         return refusal, trace, round(seconds, 9)
 
-    def _look(self, buffer: Buffer, counts: bool) -> PageState | None:
-        return self.backend.snapshot(buffer.address, buffer.length, counts)
+    def _look(self, buffer: Buffer, *, counts: bool) -> PageState | None:
+        return self.backend.snapshot(buffer.address, buffer.length, counts=counts)
 
-    def _pages(self, key: str, buffer: Buffer, state: PageState | None) -> dict[str, Any]:
+    def _look_again(self, buffer: Buffer) -> _Look:
+        """Read a state, unless the kernel's own counters prove that no page has moved since it was read.
+
+        A page of anonymous memory that this process does not share changes its frame by migration, by being
+        swapped out, by the collapse of a huge page, or by a fault of this process. The kernel counts each of
+        them (`System.movements`); where none was counted, the pages lie where they lay.
+        """
+        counted = self.backend.movements()
+        known = self._known.get(buffer.id)
+        if known is not None and counted is not None and known[1] == counted:
+            return _Look(known[0], inferred=True)
+        state = self._look(buffer, counts=False)
+        if state is not None and counted is not None:
+            self._known[buffer.id] = (state, counted)
+        return _Look(state)
+
+    def _pages(
+        self, key: str, buffer: Buffer, state: PageState | None, *, inferred: bool = False
+    ) -> dict[str, Any]:
         """Return a page state as keys of an event."""
-        if state is None or not readable(state):
-            why = join(state.problems) if state is not None else "no map of this node's memory could be read"
-            return {key: None, "pages_unknown": why or "the pages could not be read"}
+        last = self._written.get(buffer.id)
+        if state is None:
+            return {key: None, "pages_unknown": "no map of this node's memory could be read"}
+        known = last is not None and state is last.state
+        if not known and not readable(state):
+            return {key: None, "pages_unknown": join(state.problems) or "the pages could not be read"}
         # Before and after are the same more often than not: encode equal states once.
-        last = self._last_state.get(buffer.id)
-        if last is not None and _same(last[0], state):
-            return {key: last[1]}
-        text = encoded(state.as_record())
-        self._last_state[buffer.id] = (state, text)
-        return {key: text}
+        if last is None or not (known or _same(last.state, state)):
+            last = _Written(state, encoded(state.as_record()))
+            self._written[buffer.id] = last
+            self._unplaced.append((last, key))
+            return {key: last.text}
+        if len(last.text.text) <= _REFER_ABOVE:
+            return {key: state.as_record() | _INFERRED if inferred else last.text}
+        place: dict[str, Any] = {"seq": last.seq, "key": last.key}
+        if last.seq is None:  # in this very event
+            place = {"key": next(its for written, its in self._unplaced if written is last)}
+        return {key: {"same_as": place} | (_INFERRED if inferred else {})}
 
     def _note_fresh_pages(self, buffer: Buffer, state: PageState | None) -> None:
         """Say so where fresh pages bear a reference of the kernel's own: it is nobody's pin."""
@@ -472,6 +516,30 @@ class Stage:
                 "freshly touched pages wait in a per-CPU LRU batch, which the kernel drains before it "
                 "pins or moves them"
             )
+
+
+@dataclass
+class _Written:
+    """A page state as the record holds it in full: in which event, under which key."""
+
+    state: PageState
+    text: Encoded
+    seq: int | None = None
+    key: str = ""
+
+
+@dataclass(frozen=True)
+class _Look:
+    """A page state, read now or inferred to be what was read before."""
+
+    state: PageState | None
+    inferred: bool = False
+
+
+_INFERRED = {
+    "how": "inferred",
+    "source": "as read before; /proc/vmstat counted no migration, swap or collapse since, getrusage no fault",
+}
 
 
 def _same(one: Any, other: Any) -> bool:

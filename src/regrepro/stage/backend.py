@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import resource
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -111,12 +112,13 @@ class Backend(Protocol):
     def reserve(self, length: int) -> Range: ...
     def gather(self, sources: Any, target: int) -> None: ...
     def view(self, address: int, length: int) -> memoryview: ...
-    def snapshot(self, address: int, length: int, counts: bool) -> PageState | None: ...
+    def snapshot(self, address: int, length: int, *, counts: bool) -> PageState | None: ...
     def hold(self, kind: str, address: int, length: int) -> HeldPin: ...
     def default_pin(self) -> tuple[str, str]: ...
     def hold_default(self, address: int, length: int) -> HeldPin: ...
     def why_no_cuda(self) -> str: ...
     def registrar(self) -> Registrar: ...
+    def movements(self) -> tuple[bytes, ...] | None: ...
     def available_memory(self) -> int: ...
     def zones(self) -> list[Zone]: ...
     def node_cpus(self, node: int) -> set[int]: ...
@@ -178,6 +180,7 @@ class System:
         self._registrar: Registrar | None = None
         self._cuda: Any = None
         self._no_cuda = ""
+        self._vmstat = -1
 
     def allocate(self, length: int, backing: str) -> Range:
         """Map memory of the given backing; nothing is touched. Raises OSError, `Unmet`."""
@@ -224,7 +227,7 @@ class System:
 
         return memoryview((ctypes.c_char * length).from_address(address)).cast("B")
 
-    def snapshot(self, address: int, length: int, counts: bool) -> PageState | None:
+    def snapshot(self, address: int, length: int, *, counts: bool) -> PageState | None:
         """Read the state of a range's pages; None where there is no map to read them by."""
         if self.memory_map is None:
             return None
@@ -295,6 +298,28 @@ class System:
             self._registrar = open_registrar(self.options)
         return self._registrar
 
+    def movements(self) -> tuple[bytes, ...] | None:
+        """Return counts that grow when a page may have got another frame; None where the kernel keeps none.
+
+        Migrations, swap and collapses are the whole system's (/proc/vmstat, `vmstat_text` in mm/vmstat.c),
+        faults are this process' own, those that GUP takes for it included (`mm_account_fault`, mm/memory.c).
+        """
+        if self._vmstat < 0:
+            try:
+                self._vmstat = os.open("/proc/vmstat", os.O_RDONLY | os.O_CLOEXEC)
+            except OSError:
+                return None
+        text = os.pread(self._vmstat, 1 << 16, 0)
+        if b"\npgmigrate_success " not in text:
+            return None
+        counts = []
+        for name in _MOVING:
+            start = text.find(name)
+            if start >= 0:
+                counts.append(text[start : text.find(b"\n", start + 1)])
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        return (*counts, b"%d %d" % (usage.ru_minflt, usage.ru_majflt))
+
     def available_memory(self) -> int:
         """Return MemAvailable in bytes; half of what is free on kernels without it."""
         text = Path("/proc/meminfo").read_text()
@@ -320,6 +345,9 @@ class System:
 
     def close(self) -> None:
         """Close what this process opened."""
+        if self._vmstat >= 0:
+            os.close(self._vmstat)
+            self._vmstat = -1
         if self._registrar is not None:
             with suppress(OSError, RegreproError):
                 self._registrar.close()
@@ -328,6 +356,13 @@ class System:
             self._cuda.close()
             self._cuda = None
 
+
+_MOVING = (
+    b"\npgmigrate_success ",
+    b"\nthp_migration_success ",
+    b"\nthp_collapse_alloc ",
+    b"\npswpout ",
+)
 
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
