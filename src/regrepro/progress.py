@@ -31,23 +31,32 @@ class Silent:
 
 
 class Lines:
-    """One line for each thing that happens; for terminals, logs and the lab's console alike."""
+    """One line for each thing that happens; for terminals, logs and the lab's console alike.
+
+    A pass' line begins when the pass does, so that a hang shows where it is, and ends with its outcome.
+    """
 
     def __init__(self, file: TextIO | None = None) -> None:
         self._file = file if file is not None else sys.stderr
+        self._open = False
 
-    def _line(self, text: str) -> None:
+    def _write(self, text: str) -> None:
         # Nobody reading the progress any more is no reason to end the run.
         with contextlib.suppress(OSError, ValueError):
-            print(text, file=self._file, flush=True)
+            self._file.write(text)
+            self._file.flush()
 
     def say(self, text: str) -> None:
-        self._line(text)
+        self._write(f"\n{text}\n" if self._open else f"{text}\n")
+        self._open = False
 
     def scenario(self, name: str, control: str | None, number: int, total: int) -> None:
-        what = f"control {control} of {name}" if control else name
-        self._line(f"[{number}/{total}] {what} …")
+        what = f"{name}, control {control}" if control else name
+        self._write(f"[{number}/{total}] {what} … ")
+        self._open = True
 
     def scenario_ended(self, name: str, control: str | None, outcome: str, seconds: float) -> None:
-        what = f"control {control} of {name}" if control else name
-        self._line(f"      {what}: {outcome} after {seconds:.1f} s")
+        end = f"{outcome} ({seconds:.1f} s)\n"
+        what = f"{name}, control {control}" if control else name
+        self._write(end if self._open else f"{what}: {end}")
+        self._open = False

@@ -6,7 +6,6 @@ Each asks the kernel for a `FOLL_LONGTERM` pin of the range, which is what an MR
 
 from __future__ import annotations
 
-import errno as errno_numbers
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -129,9 +128,22 @@ class VerbsRegistrar:
             return _VerbsRegion(self._pd.reg_mr(address, length, bits))
         if verb == "ibv_reg_dmabuf_mr":
             return _VerbsRegion(self._pd.reg_dmabuf_mr(-1 if fd is None else fd, 0, length, iova, bits))
+        return _VerbsRegion(self._second_registrar().reg_mr(address, length, bits))
+
+    def _second_registrar(self) -> Any:
+        """Return pyverbs on this device: an errno that it gets, too, is not our core's own doing."""
         if self._pyverbs is None:
-            self._pyverbs = _Pyverbs(self.device)
-        return self._pyverbs.register(address, length, bits)  # type: ignore[no-any-return]
+            from regrepro.core import pyverbs_registrar
+
+            try:
+                self._pyverbs = pyverbs_registrar.PyverbsRegistrar(self.device)
+            except (OSError, RegreproError) as error:
+                raise Unmet(
+                    "pyverbs",
+                    getattr(error, "why", "") or str(error),
+                    "install the distribution's python3-pyverbs; the venv needs --system-site-packages",
+                ) from None
+        return self._pyverbs
 
     def transfer(self, source: MemoryRegion, target: MemoryRegion, length: int, opcode: str) -> None:
         from regrepro.core import verbs
@@ -147,50 +159,6 @@ class VerbsRegistrar:
         if self._pyverbs is not None:
             self._pyverbs.close()
         self._device.close()
-
-
-class _Pyverbs:
-    """The distribution's pyverbs: shows that an errno is not our C core's own doing."""
-
-    def __init__(self, device: str) -> None:
-        try:
-            from pyverbs.device import Context
-            from pyverbs.mr import MR
-            from pyverbs.pd import PD
-            from pyverbs.pyverbs_error import PyverbsRDMAError
-        except ImportError as error:
-            raise Unmet(
-                "pyverbs",
-                f"python3-pyverbs cannot be imported: {error}",
-                "install the distribution's python3-pyverbs and use a venv made with --system-site-packages",
-            ) from None
-        self._mr: Any = MR
-        self._error: Any = PyverbsRDMAError
-        self._context: Any = Context(name=device)
-        self._pd: Any = PD(self._context)
-
-    def register(self, address: int, length: int, bits: int) -> MemoryRegion:
-        try:
-            return _PyverbsRegion(self._mr(self._pd, length, bits, address=address), self._error)
-        except self._error as error:
-            raise OSError(error.error_code or errno_numbers.EIO, str(error)) from None
-
-    def close(self) -> None:
-        self._context.close()
-
-
-class _PyverbsRegion:
-    def __init__(self, region: Any, error: Any) -> None:
-        self._region = region
-        self._error = error
-        self.lkey: int | None = region.lkey
-        self.rkey: int | None = region.rkey
-
-    def deregister(self) -> None:
-        try:
-            self._region.close()
-        except self._error as error:
-            raise OSError(error.error_code or errno_numbers.EIO, str(error)) from None
 
 
 class _FixedBuffer:
