@@ -1,0 +1,177 @@
+"""The text of a trace instance's trace_pipe, read into events (docs/record.md, "Trace").
+
+The kernel writes the text: it resolves symbols with their modules and prints a tracepoint's enums by name, so
+nothing here depends on a kernel's layouts. Pure; works on recorded text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from regrepro.kernel.trace_flags import FlagNames
+
+# "  comm-123   [001] .....    69.759541: event: rest"; a thread-group id may stand before the CPU.
+_LINE = re.compile(
+    r"^\s*(?P<comm>.*?)-(?P<tid>\d+)\s+(?:\(\s*[\d-]+\)\s+)?\[(?P<cpu>\d+)\]\s+\S+\s+"
+    r"(?P<seconds>\d+)\.(?P<micro>\d{6}): (?P<event>[\w.]+): ?(?P<rest>.*)$"
+)
+_STACK = re.compile(r"^\s*(?P<comm>.*?)-(?P<tid>\d+)\s+(?:\(\s*[\d-]+\)\s+)?\[\d+\]\s.*: <stack trace>$")
+_LOST = re.compile(r"^CPU:(?P<cpu>\d+) \[LOST(?: (?P<count>\d+))? EVENTS\]$")
+_RETURN = re.compile(r"^\((?P<caller>.*) <- (?P<function>[^)]*)\)(?P<rest>.*)$")
+_ENTRY = re.compile(r"^\((?P<function>[^)]*)\)(?P<rest>.*)$")
+_PAIR = re.compile(r"(\w+)=(\S+)")
+_SYMBOL = re.compile(r"^(?P<name>[^\s+]+)(?:\+0x[0-9a-f]+(?:/0x[0-9a-f]+)?)?(?P<module> \[[^\]]+\])?")
+# What stands in a frame whose return address another return probe has taken.
+_TRAMPOLINES = (
+    "[unknown/kretprobe'd]",
+    "arch_rethook_trampoline",
+    "kretprobe_trampoline",
+    "return_to_handler",
+)
+
+
+@dataclass
+class Parsed:
+    """Events in time order with raw `tid`, `us` (µs of the instance's clock); what was lost, by CPU."""
+
+    events: list[dict[str, Any]] = field(default_factory=list)
+    lost: dict[int, int] = field(default_factory=dict)
+    """CPU -> events overwritten before they were read and that may be younger than `since_us`."""
+
+
+def symbol(text: str) -> str | None:
+    """Return `name` or `name [module]` of a printed address, None where the kernel could not tell."""
+    text = text.strip()
+    if text.startswith(_TRAMPOLINES):
+        return None
+    found = _SYMBOL.match(text)
+    if not found or found["name"].startswith("0x"):
+        return None
+    return found["name"] + (found["module"] or "")
+
+
+def parse(
+    text: str,
+    names: Mapping[str, tuple[str, str]],
+    flags: FlagNames,
+    *,
+    since_us: int = 0,
+) -> Parsed:
+    """Read the text of a trace_pipe.
+
+    `names`: event name -> (function or tracepoint, "return" | "entry" | "tracepoint"); other events are none
+    of ours and are passed over, as is what lies before `since_us`. An event that was lost on a CPU counts
+    unless something older than `since_us` follows it there: then only older ones were lost.
+    """
+    parsed = Parsed()
+    pending: dict[int, int] = {}
+    stack_owner: dict[str, Any] | None = None
+    last_of: dict[str, dict[str, Any] | None] = {}
+    for line in text.splitlines():
+        if line.startswith(" => "):
+            if stack_owner is not None:
+                stack_owner.setdefault("stack", []).append(symbol(line[4:]) or line[4:].strip())
+            continue
+        found = _LINE.match(line)
+        if not found:
+            stack_owner = None
+            if lost := _LOST.match(line.strip()):
+                cpu = int(lost["cpu"])
+                pending[cpu] = pending.get(cpu, 0) + int(lost["count"] or 1)
+            elif stack := _STACK.match(line):
+                stack_owner = last_of.get(stack["tid"])
+            continue
+        cpu, us = int(found["cpu"]), int(found["seconds"]) * 1_000_000 + int(found["micro"])
+        if us < since_us:
+            pending.pop(cpu, None)
+            last_of[found["tid"]] = None
+            continue
+        known = names.get(found["event"])
+        event = _event(known, found["rest"], flags) if known else None
+        if event is not None:
+            event["us"], event["tid"] = us, int(found["tid"])
+            parsed.events.append(event)
+        if found["event"] != "kernel_stack":
+            last_of[found["tid"]] = event
+        stack_owner = None
+    parsed.lost = pending
+    return parsed
+
+
+def _event(known: tuple[str, str], rest: str, flags: FlagNames) -> dict[str, Any] | None:
+    name, kind = known
+    if kind == "tracepoint":
+        return {"tracepoint": name, "fields": {key: _value(value) for key, value in _PAIR.findall(rest)}}
+    found = (_RETURN if kind == "return" else _ENTRY).match(rest)
+    if not found:
+        return None
+    values = {key: _value(value) for key, value in _PAIR.findall(found["rest"])}
+    event: dict[str, Any] = {"fn": name}
+    if kind == "return":
+        event["ret"] = values.pop("ret", None)
+        event["caller"] = symbol(found["caller"])
+    if values:
+        bits = values.get("gup_flags")
+        if isinstance(bits, int) and flags.values:
+            values["flags"] = flags.decode(bits)
+        event["args"] = values
+    return event
+
+
+def _value(text: str) -> Any:
+    try:
+        return int(text, 0)
+    except ValueError:
+        return text
+
+
+def pair_entries(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Put the arguments of an entry event into the return event of the same call.
+
+    A call that has not returned keeps its entry event, which has no `ret`.
+    """
+    open_calls: dict[tuple[int, str], list[dict[str, Any]]] = {}
+    gone: set[int] = set()
+    for event in events:
+        if "fn" not in event:
+            continue
+        calls = open_calls.setdefault((event["tid"], event["fn"]), [])
+        if "ret" not in event:
+            calls.append(event)
+        elif calls:
+            entry = calls.pop()
+            event.setdefault("args", entry.get("args", {}))
+            if "stack" in entry:
+                event.setdefault("stack", entry["stack"])
+            gone.add(id(entry))
+    return [event for event in events if id(event) not in gone]
+
+
+def merge_chunks(events: list[dict[str, Any]], page_size: int) -> list[dict[str, Any]]:
+    """Make one event of successive calls that each pinned all of the next part of one range.
+
+    A driver pins a long range in parts; `calls` says in how many. `page_size` in bytes.
+    """
+    merged: list[dict[str, Any]] = []
+    follows = -1  # the address at which the next part of the last event's range would begin
+    for event in events:
+        args = event.get("args", {})
+        whole = "start" in args and event.get("ret") == args.get("nr_pages")
+        before = merged[-1] if merged else {}
+        if whole and args["start"] == follows and _same_call(before, event):
+            before["args"]["nr_pages"] += args["nr_pages"]
+            before["ret"] += event["ret"]
+            before["calls"] = before.get("calls", 1) + 1
+        else:
+            merged.append(event)
+        follows = args["start"] // page_size * page_size + args["nr_pages"] * page_size if whole else -1
+    return merged
+
+
+def _same_call(before: dict[str, Any], event: dict[str, Any]) -> bool:
+    return all(before.get(key) == event.get(key) for key in ("fn", "tid", "caller")) and before["args"].get(
+        "gup_flags"
+    ) == event["args"].get("gup_flags")
