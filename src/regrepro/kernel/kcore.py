@@ -30,8 +30,8 @@ class KcoreError(Exception):
 class Kcore:
     """An open /proc/kcore. Raises OSError where it is closed (no root, lockdown, no CONFIG_PROC_KCORE)."""
 
-    def __init__(self, path: Path = KCORE) -> None:
-        self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    def __init__(self, path: Path | None = None) -> None:
+        self.fd = os.open(KCORE if path is None else path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             self._read_headers()
         except (OSError, struct.error, KcoreError):

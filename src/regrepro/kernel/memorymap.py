@@ -27,6 +27,7 @@ from regrepro.kernel.pageblocks import (
     PageTypeInfo,
     PageZones,
     Sections,
+    check_areas,
     compare,
     count_blocks,
     migrate_cma,
@@ -184,6 +185,8 @@ class _Builder:
         """Read everything that this user may read."""
         try:
             self.zones = zones.read_zones()
+            if not any(zone.populated for zone in self.zones):
+                self.problems.append(f"{zones.ZONEINFO} shows no zone that has pages")
             self.sources.append(str(zones.ZONEINFO))
         except OSError as error:
             self.problems.append(f"{zones.ZONEINFO}: {error.strerror}")
@@ -241,14 +244,16 @@ class _Builder:
             if self.info is None:
                 self.problems.append("the pageblock bitmap was not read, since nothing could check it")
                 return
+            if self.meminfo.get("CmaTotal"):
+                self._read_cma_areas_of_kernel(kcore, self.btf)
             try:
                 self._read_bitmap(kcore, self.btf, self.info)
             except (KcoreError, BtfError) as error:
                 self.problems.append(f"the pageblock bitmap could not be read: {error}")
+            except (IndexError, ValueError, OverflowError) as error:
+                self.problems.append(f"the kernel's structures are not as expected: {error}")
             except OSError as error:
                 self.problems.append(f"/proc/kcore: {error.strerror}")
-            if self.meminfo.get("CmaTotal"):
-                self._read_cma_areas_of_kernel(kcore, self.btf)
 
     def _read_bitmap(self, kcore: Kcore, btf: Btf, info: PageTypeInfo) -> None:
         layout = read_layout(kcore, btf, info.pageblock_order)
@@ -266,13 +271,14 @@ class _Builder:
             sections = read_sections(kcore, layout, end)
             page_zones = PageZones(kcore, sections, self.zones)
             differences = compare(count_blocks(sections, self.zones, page_zones), info, layout)
+            differences += check_areas(sections, self.areas)
             if not differences:
                 break
         self.selfcheck = {
             "passed": not differences,
             "differences": differences[:32],
             "attempts": attempt,
-            "by": "the walk of pagetypeinfo_showblockcount_print() against /proc/pagetypeinfo",
+            "by": "pagetypeinfo_showblockcount_print()'s walk against /proc/pagetypeinfo, and CMA areas' ranges",
         }
         if differences:
             first = differences[0]

@@ -22,7 +22,7 @@ from regrepro.core.pages import PAGE_SIZE, PageLayout
 from regrepro.kernel import kallsyms
 from regrepro.kernel.btf import Btf
 from regrepro.kernel.kcore import Kcore, KcoreError
-from regrepro.kernel.zones import Zone
+from regrepro.kernel.zones import CmaArea, Zone
 
 PAGETYPEINFO = Path("/proc/pagetypeinfo")
 
@@ -87,6 +87,7 @@ class BitmapLayout:
     usage_offset: int
     subsection_offset: int | None
     flags_offset: int
+    usage_size: int  # of struct mem_section_usage, at whose end pageblock_flags[] begins
     bits_per_block: int
     type_bits: int
     isolate_bit: int | None
@@ -157,6 +158,7 @@ def read_layout(kcore: Kcore, btf: Btf, pageblock_order: int) -> BitmapLayout:
         usage_offset=need(btf.offset("mem_section", "usage"), "mem_section.usage (BTF)"),
         subsection_offset=btf.offset("mem_section_usage", "subsection_map"),
         flags_offset=need(btf.offset("mem_section_usage", "pageblock_flags"), "pageblock_flags (BTF)"),
+        usage_size=need(btf.size("mem_section_usage"), "the size of struct mem_section_usage (BTF)"),
         bits_per_block=1 << (bits - 1).bit_length(),  # rounded up so that no block's bits cross a word
         type_bits=type_bits,
         isolate_bit=pageblock_bits.get("PB_migrate_isolate"),
@@ -280,6 +282,8 @@ class Sections:
         inside = (pfns & np.uint64((1 << self.layout.section_shift) - 1)) >> np.uint64(
             self.layout.pageblock_order
         )
+        if not len(self.numbers):
+            return np.zeros(len(pfns), dtype=np.uint8)
         types: NDArray[np.uint8] = self.types[rows, inside.astype(np.int64)]
         return types
 
@@ -450,6 +454,33 @@ def count_blocks(
     return counts
 
 
+def check_areas(sections: Sections, areas: list[CmaArea]) -> list[dict[str, Any]]:
+    """Hold the bitmap against the ranges of registered CMA areas: each pageblock in one is CMA or isolated.
+
+    The count of blocks says how many there are, this says where.
+    """
+    layout = sections.layout
+    differences: list[dict[str, Any]] = []
+    size = 1 << layout.pageblock_order
+    for area in areas:
+        for first, end in area.ranges or []:
+            pfns = np.arange(-(-first // size) * size, end - size + 1, size, dtype=np.uint64)
+            rows = sections.row_of(pfns)
+            types = sections.types_of(pfns, rows)
+            wrong = (rows < 0) | ((types != (layout.cma or -1)) & (types != (layout.isolate or -1)))
+            if wrong.any():
+                differences.append(
+                    {
+                        "node": area.node,
+                        "zone": f"CMA area {area.name}",
+                        "type": "CMA",
+                        "map": int(len(pfns) - wrong.sum()),
+                        "pagetypeinfo": len(pfns),
+                    }
+                )
+    return differences
+
+
 def compare(
     counts: dict[tuple[int, str], NDArray[np.int64]], kernel: PageTypeInfo, layout: BitmapLayout
 ) -> list[dict[str, Any]]:
@@ -469,6 +500,9 @@ def compare(
     if layout.types != len(kernel.types):
         differ((-1, "all"), "migratetypes", layout.types, len(kernel.types))
         return differences
+    # pageblock_flags[] is a flexible array: where it begins, the struct ends.
+    if layout.flags_offset != layout.usage_size:
+        differ((-1, "all"), "offset of pageblock_flags", layout.flags_offset, layout.usage_size)
     # migratetype_names[] is in the order of the enum.
     for kind, value in (("CMA", layout.cma), ("Isolate", layout.isolate)):
         said = kernel.types.index(kind) if kind in kernel.types else None

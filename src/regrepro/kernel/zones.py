@@ -146,25 +146,25 @@ def _number(path: Path) -> int | None:
         return None
 
 
-def cma_areas_of_sysfs(root: Path = CMA_SYSFS) -> list[CmaArea]:
+def cma_areas_of_sysfs() -> list[CmaArea]:
     """Read names and sizes (CONFIG_CMA_SYSFS; `total_pages` since 6.10). Empty where there are none."""
     areas = []
     try:
-        folders = sorted(root.iterdir())
+        folders = sorted(CMA_SYSFS.iterdir())
     except OSError:
         return []
     for folder in folders:
         pages = _number(folder / "total_pages")
         available = _number(folder / "available_pages")
-        areas.append(CmaArea(folder.name, pages or 0, available, sources=[str(root)]))
+        areas.append(CmaArea(folder.name, pages or 0, available, sources=[str(CMA_SYSFS)]))
     return areas
 
 
-def cma_areas_of_debugfs(root: Path = CMA_DEBUGFS) -> list[CmaArea]:
+def cma_areas_of_debugfs() -> list[CmaArea]:
     """Read names, sizes and ranges (CONFIG_CMA_DEBUGFS, root). Empty where there are none."""
     areas = []
     try:
-        folders = sorted(root.iterdir())
+        folders = sorted(CMA_DEBUGFS.iterdir())
     except OSError:
         return []
     for folder in folders:
@@ -186,7 +186,7 @@ def cma_areas_of_debugfs(root: Path = CMA_DEBUGFS) -> list[CmaArea]:
                 pages,
                 None if used is None else pages - (used << order),
                 ranges if covered == pages else None,
-                sources=[str(root)],
+                sources=[str(CMA_DEBUGFS)],
             )
         )
     return areas

@@ -1,0 +1,345 @@
+"""Page states: of this process' own pages as far as this user may see, and of arrays written by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import mmap
+import os
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from regrepro.core import pages
+from regrepro.core.memory import PAGE_SIZE, Range
+from regrepro.kernel import pagestate
+from regrepro.kernel.memorymap import ABSENT, CMA, ORDINARY, UNKNOWN, MemoryMap, read_memory_map
+from regrepro.kernel.pagestate import KPF_PRIVATE, KPF_SWAPCACHE, KPF_THP, PageReader, PageState
+
+SEES_PFNS = os.geteuid() == 0
+
+
+@pytest.fixture(scope="module")
+def memory_map() -> MemoryMap:
+    return read_memory_map()
+
+
+@pytest.fixture
+def reader(memory_map: MemoryMap) -> Iterator[PageReader]:
+    made = PageReader(memory_map)
+    yield made
+    made.close()
+
+
+def test_absent_then_present(reader: PageReader) -> None:
+    with Range.anonymous(8 * PAGE_SIZE, huge=False) as buffer:
+        before = reader.snapshot(buffer.address, buffer.length)
+        assert before.pages == 8 and set(before.place) == {ABSENT} and not before.pfn.any()
+        buffer.write(3 * PAGE_SIZE, b"x")
+        state = reader.snapshot(buffer.address, buffer.length)
+        assert (state.state != pagestate.NOT_PRESENT).tolist() == [False] * 3 + [True] + [False] * 4
+        record = state.as_record()
+        assert record["pages"] == 8
+        assert sum(count for _, count, _ in record["place"]) == 8
+        if SEES_PFNS:
+            assert record["pfn"] == [[3, int(state.pfn[3]), 1]]
+        else:
+            assert state.place[3] == UNKNOWN and any("CAP_SYS_ADMIN" in text for text in state.problems)
+        json.dumps(record)
+
+
+def test_a_range_within_pages_covers_whole_pages(reader: PageReader) -> None:
+    with Range.anonymous(4 * PAGE_SIZE, huge=False) as buffer:
+        buffer.populate()
+        state = reader.snapshot(buffer.address + 100, PAGE_SIZE)
+        assert state.pages == 2 and state.address == buffer.address
+        assert reader.snapshot(buffer.address, 0).pages == 0
+        assert reader.snapshot(buffer.address, 0).as_record()["place"] == []
+
+
+@pytest.mark.skipif(not SEES_PFNS, reason="PFNs are hidden without root")
+def test_bulk_reads_agree_with_one_by_one(reader: PageReader) -> None:
+    with Range.anonymous(512 * PAGE_SIZE, huge=False) as buffer:
+        buffer.populate()
+        state = reader.snapshot(buffer.address, buffer.length)
+        fds = [os.open(path, os.O_RDONLY) for path in ("/proc/self/pagemap", "/proc/kpagecount")]
+        try:
+            for page in (0, 1, 77, 511):
+                entry = os.pread(fds[0], 8, (buffer.address // PAGE_SIZE + page) * 8)
+                pfn = int.from_bytes(entry, "little") & pages.PM_PFN_MASK
+                assert state.pfn[page] == pfn
+                assert state.mapcount is not None
+                assert state.mapcount[page] == int.from_bytes(os.pread(fds[1], 8, pfn * 8), "little") == 1
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+
+@pytest.mark.skipif(not SEES_PFNS, reason="PFNs are hidden without root")
+def test_a_forked_child_reads_its_own_memory(reader: PageReader) -> None:
+    with Range.anonymous(PAGE_SIZE, huge=False) as buffer:
+        buffer.write(0, b"parent")
+        mine = reader.snapshot(buffer.address, PAGE_SIZE)
+        read_end, write_end = os.pipe()
+        child = os.fork()
+        if child == 0:
+            buffer.write(0, b"child")  # breaks copy-on-write
+            seen = reader.snapshot(buffer.address, PAGE_SIZE)
+            os.write(write_end, b"%d" % int(seen.pfn[0]))
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert int(os.read(read_end, 32)) != int(mine.pfn[0])
+        os.close(read_end)
+        os.close(write_end)
+        assert reader.snapshot(buffer.address, PAGE_SIZE).pfn[0] == mine.pfn[0]
+
+
+@pytest.mark.skipif(not SEES_PFNS, reason="PFNs are hidden without root")
+def test_shared_memory_is_file_and_the_zero_page_is_told(reader: PageReader) -> None:
+    with Range.memfd(2 * PAGE_SIZE) as shared, Range.anonymous(PAGE_SIZE, huge=False) as fresh:
+        shared.populate()
+        assert "file" in reader.snapshot(shared.address, PAGE_SIZE).as_record()["traits"][0][2]
+        fresh.read(0, 1)
+        assert reader.snapshot(fresh.address, PAGE_SIZE).as_record()["traits"] == [[0, 1, "zero-page"]]
+
+
+def test_a_snapshot_is_quick(reader: PageReader) -> None:
+    with Range.anonymous(8 * PAGE_SIZE, huge=False) as buffer:
+        buffer.populate()
+        spent = []
+        for _ in range(50):
+            began = time.perf_counter()
+            reader.snapshot(buffer.address, buffer.length).as_record()
+            spent.append(time.perf_counter() - began)
+        assert min(spent) < 0.001
+
+
+def test_files_that_are_closed_are_said(memory_map: MemoryMap, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.open
+
+    def closed(path: object, *rest: object, **more: object) -> int:
+        if "kpage" in str(path) or "pagemap" in str(path):
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path, *rest, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "open", closed)
+    reader = PageReader(memory_map)
+    state = reader.snapshot(1 << 20, 4 * PAGE_SIZE)
+    assert set(state.place) == {UNKNOWN} and state.mapcount is None
+    assert any("pagemap" in text for text in state.problems)
+    assert state.as_record()["pfn"] == []
+
+
+def made(**arrays: object) -> PageState:
+    count = 4
+    defaults: dict[str, object] = {
+        "address": 0,
+        "pfn": np.arange(100, 100 + count, dtype=np.uint64),
+        "place": np.array([ORDINARY, CMA, CMA, ABSENT], dtype=np.uint8),
+        "state": np.ones(count, dtype=np.uint8),
+    }
+    return PageState(**(defaults | arrays))  # type: ignore[arg-type]
+
+
+def test_the_record_is_run_length_encoded() -> None:
+    state = made(
+        pfn=np.array([100, 101, 0, 50], dtype=np.uint64),
+        refcount=np.array([1, 1, -1, 1025]),
+        pincount=np.zeros(4, dtype=np.int64),
+        large=np.zeros(4, dtype=bool),
+    )
+    record = state.as_record()
+    assert record["pfn"] == [[0, 100, 2], [3, 50, 1]]
+    assert record["place"] == [[0, 1, "ordinary"], [1, 2, "cma"], [3, 1, "absent"]]
+    assert record["refcount"] == [[0, 2, 1], [3, 1, 1025]]
+    assert record["pincount"] is None and record["mapcount"] is None
+    large = dataclasses.replace(
+        state, large=np.array([False, False, False, True]), pincount=np.array([0, 0, 0, 7])
+    )
+    assert large.as_record()["pincount"] == [[3, 1, 7]]
+
+
+def test_references_above_the_baseline() -> None:
+    state = made(refcount=np.array([1, 1026, 2, 1]), baseline=np.array([1, 1, -1, 2]))
+    found = state.references_above_baseline()
+    assert found is not None and found.tolist() == [0, 1025, -1, -1]
+    assert made().references_above_baseline() is None
+
+
+def raw(**columns: list[int]) -> np.ndarray:
+    rows = np.zeros(len(next(iter(columns.values()))), dtype=pages.STRUCT_PAGE)
+    rows["known"], rows["nr_pages"] = 1, 1
+    for name, values in columns.items():
+        rows[name] = values
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("what", "flags", "file", "columns", "maps", "entire", "expected"),
+    [
+        ("anonymous", 0, False, {"refcount": [1]}, 1, False, 1),
+        ("anonymous in the swap cache", 1 << KPF_SWAPCACHE, False, {"refcount": [2]}, 1, False, 2),
+        ("page cache with buffers", 1 << KPF_PRIVATE, True, {"refcount": [3]}, 1, False, 3),
+        ("shared memory in two mappings", 0, True, {"refcount": [3]}, 2, False, 3),
+        (
+            "huge page",
+            1 << KPF_THP,
+            False,
+            {"large": [1], "large_mapcount": [1], "nr_pages": [512]},
+            1,
+            False,
+            1,
+        ),
+        (
+            "huge page of shmem",
+            1 << KPF_THP,
+            True,
+            {"large": [1], "large_mapcount": [1], "nr_pages": [512]},
+            1,
+            False,
+            513,
+        ),
+        (
+            "huge page, mapped by page, no sum kept",
+            1 << KPF_THP,
+            False,
+            {"large": [1], "mapcount": [1]},
+            1,
+            True,
+            -1,
+        ),
+        (
+            "huge page, its counts not read",
+            1 << KPF_THP,
+            False,
+            {"large": [1], "large_mapcount": [-1]},
+            1,
+            False,
+            -1,
+        ),
+    ],
+)
+def test_baseline(
+    *,
+    what: str,
+    flags: int,
+    file: bool,
+    columns: dict[str, list[int]],
+    maps: int,
+    entire: bool,
+    expected: int,
+) -> None:
+    rows = raw(**({"refcount": [1]} | columns))
+    state = PageState(
+        0,
+        np.array([5], dtype=np.uint64),
+        np.zeros(1, dtype=np.uint8),
+        np.ones(1, dtype=np.uint8),
+        flags=np.array([flags], dtype=np.uint64),
+        mapcount=np.array([maps]),
+        file=np.array([file]),
+    )
+    found = pagestate._baseline(state, rows, rows["known"].astype(bool), rows["large"].astype(bool), entire)
+    assert found is not None and found.tolist() == [expected], what
+
+
+@given(st.lists(st.integers(-3, 3), max_size=60), st.sampled_from([0, 1]))
+def test_runs_decode_to_what_was_encoded(values: list[int], step: int) -> None:
+    encoded = pages.runs(np.array(values, dtype=np.int64), step).tolist()
+    decoded = [value + step * i for _, count, value in encoded for i in range(count)]
+    assert decoded == values
+    assert [index for index, _, _ in encoded] == list(np.cumsum([0] + [count for _, count, _ in encoded]))[
+        :-1
+    ]
+    for (_, count, value), (_, _, following) in pairwise(encoded):
+        assert following != value + step * count  # as few runs as can be
+
+
+def test_many_runs() -> None:
+    assert len(pages.runs(np.arange(20000) % 2)) == 20000
+
+
+@given(st.lists(st.integers(0, 5000), max_size=300))
+def test_entries_at_any_indexes(indexes: list[int]) -> None:
+    content = (np.arange(4000, dtype=np.uint64) * np.uint64(3) + np.uint64(1)).tobytes()
+    fd = os.memfd_create("entries")
+    try:
+        os.write(fd, content)
+        found = pages.read_entries_at(fd, np.array(indexes, dtype=np.uint64))
+    finally:
+        os.close(fd)
+    assert found.tolist() == [0 if i == 0 or i >= 4000 else 3 * i + 1 for i in indexes]
+
+
+def test_reads_that_fail_raise_the_errno() -> None:
+    with pytest.raises(OSError, match="pagemap"):
+        pages.read_pagemap(-1, 0, 4)
+    with pytest.raises(OSError, match="kpage"):
+        pages.read_entries_at(-1, np.array([1], dtype=np.uint64))
+
+
+def test_struct_pages_of_a_kernel_on_paper() -> None:
+    """Small, head and tail pages; a tail by pointer and by mask; a page outside; a freed one."""
+    layout = pages.PageLayout(
+        page_struct_size=64,
+        section_shift=15,
+        flags=0,
+        refcount=52,
+        mapcount=48,
+        compound=8,
+        pincount=64 + 28,
+        large_mapcount=64 + 16,
+        nr_pages=64 + 56,
+        head_bit=6,
+        compound_may_be_mask=True,
+    )
+    base = 0xFFFFEA0000000000
+    memory = np.zeros(1024 * 64, dtype=np.uint8)
+
+    def put(pfn: int, at: int, value: int, width: int) -> None:
+        memory[pfn * 64 + at : pfn * 64 + at + width] = list(
+            (value % (1 << 8 * width)).to_bytes(width, "little")
+        )
+
+    for pfn in range(1024):
+        put(pfn, 48, -1, 4)
+    put(5, 52, 1025, 4)
+    put(5, 48, 0, 4)
+    put(512, 0, 1 << 6, 8)
+    put(512, 52, 3, 4)
+    for pfn in range(513, 1024):
+        put(pfn, 8, -(512 * 64) % (1 << 64) | 1 if pfn % 2 else (base + 512 * 64) | 1, 8)
+    put(513, 16, 0, 4)
+    put(513, 28, 2, 4)
+    put(513, 56, 512, 4)
+    fd = os.memfd_create("kcore")
+    try:
+        os.write(fd, memory.tobytes())
+        segments = pages.Segments([(base, len(memory), 0)])
+        found = segments.struct_pages(
+            fd,
+            np.array([0], dtype=np.uint64),
+            np.array([base], dtype=np.uint64),
+            layout,
+            np.array([1023, 5, 0, 512, 700, 9, 701, 5000, 1 << 20], dtype=np.uint64),
+        )
+    finally:
+        os.close(fd)
+    assert found["known"].tolist() == [1, 1, 0, 1, 1, 0, 1, 0, 0]
+    assert found["head"].tolist()[:7] == [512, 5, 0, 512, 512, 9, 512]
+    assert found["refcount"].tolist()[:7] == [3, 1025, 0, 3, 3, 0, 3]
+    assert found["pincount"][[0, 3, 4, 6]].tolist() == [2] * 4
+    assert found["large_mapcount"][[0, 3]].tolist() == [1, 1] and found["nr_pages"][0] == 512
+    assert found["large"].tolist()[:2] == [1, 0] and found["mapcount"][1] == 1
+
+
+def test_mmap_module_pages_too(reader: PageReader) -> None:
+    with mmap.mmap(-1, 2 * PAGE_SIZE) as region:
+        region[0] = 1
+        address = np.frombuffer(region, dtype=np.uint8).ctypes.data
+        assert reader.snapshot(address, PAGE_SIZE).pages == 1
