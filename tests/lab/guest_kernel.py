@@ -146,7 +146,7 @@ def plant_wrong_layouts() -> None:
         "section size doubled": wrong(section_shift=lambda layout: layout.section_shift + 1),
         "pageblock order + 1": wrong(pageblock_order=lambda layout: layout.pageblock_order + 1),
         "memmap offset": wrong(map_offset=lambda layout: layout.usage_offset),
-        "sections not extreme": wrong(extreme=lambda layout: False, sections_per_root=lambda l: 1),
+        "sections not extreme": wrong(extreme=lambda layout: False, sections_per_root=lambda layout: 1),
         "value of Isolate": wrong(isolate=lambda layout: (layout.isolate or 0) - 1),
         "value of CMA": wrong(cma=lambda layout: 3),
     }
@@ -196,7 +196,7 @@ def churn(seconds: float) -> None:
 
 
 def witness_by_moving(memory_map: MemoryMap, reader: PageReader) -> None:
-    """An independent word on placement: a LONGTERM pin moves exactly the pages that Linux calls unpinnable."""
+    """Another word on placement: a LONGTERM pin moves exactly the pages that Linux calls unpinnable."""
     if kernel < (5, 13):
         skip("witness: a LONGTERM pin moves the unpinnable pages", "a kernel from 5.13 on")
         return
@@ -291,7 +291,7 @@ def reference_counts(reader: PageReader) -> None:
                         note = f"above {seen}, pincount {pinned}"
                         label = f"references: {name}, {number} {kind}"
                         if huge and kind == "longterm" and seen == {number}:
-                            # Newer io_uring keeps one reference a folio: io_coalesce_buffer(), io_uring/rsrc.c.
+                            # Newer io_uring keeps one a folio: io_coalesce_buffer(), io_uring/rsrc.c.
                             check(f"{label}: one a folio", pinned == {number}, note)
                             continue
                         expected_pins = {0} if kind == "get" or not huge else {units}

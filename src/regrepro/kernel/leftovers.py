@@ -40,7 +40,6 @@ KINDS = (
 )
 PREFIX = "regrepro"  # of every name that we give to something outside this process
 
-_LOCK = "lock"
 _LOCK_WAIT = 30.0  # seconds that a start waits for another's reclaim
 _COMMAND_LIMIT = 10.0  # seconds for ip(8) and rdma(8)
 
@@ -86,25 +85,32 @@ def _pid_namespace() -> int:
         return 0
 
 
-def journal_directory() -> Path:
-    """Return where journals lie; made with mode 0700 when it is missing. Raises EnvironmentProblem."""
-    candidates = [Path("/run/regrepro")] if os.geteuid() == 0 else []
+def _places() -> list[Path]:
+    """Where the journals of this user may lie, the best first."""
+    places = [Path("/run/regrepro")] if os.geteuid() == 0 else []
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     if runtime and os.geteuid() != 0:
-        candidates.append(Path(runtime) / "regrepro")
-    candidates += [Path(f"/run/user/{os.geteuid()}/regrepro"), Path(f"/tmp/regrepro-{os.geteuid()}")]
+        places.append(Path(runtime) / "regrepro")
+    return [*places, Path(f"/run/user/{os.geteuid()}/regrepro"), Path(f"/tmp/regrepro-{os.geteuid()}")]
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether a directory is this user's alone: others could have us "give back" what is not ours."""
+    facts = path.lstat()
+    return stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.geteuid() and not facts.st_mode & 0o022
+
+
+def journal_directory() -> Path:
+    """Return where journals lie; made with mode 0700 when it is missing. Raises EnvironmentProblem."""
     why = ""
-    for path in candidates:
+    for path in _places():
         try:
             path.mkdir(mode=0o700, exist_ok=True)
-            facts = path.lstat()
+            if _is_ours(path):
+                return path
+            why = f"{path} belongs to another user or others may write to it"
         except OSError as error:
             why = f"{path}: {error.strerror}"
-            continue
-        # Someone else could otherwise make us "give back" what is not ours.
-        if stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.geteuid() and not facts.st_mode & 0o022:
-            return path
-        why = f"{path} belongs to another user or others may write to it"
     raise EnvironmentProblem(
         "no place for the journal of changes to this node", why=why, hint="make /run writable"
     )
@@ -119,6 +125,7 @@ class Journal:
     """
 
     def __init__(self, directory: Path | None = None) -> None:
+        self._given = directory
         self._directory = directory
         self._entries: dict[int, Entry] = {}
         self._next = 1
@@ -154,7 +161,11 @@ class Journal:
         self._next += 1
         self._entries[entry.id] = entry
         try:
-            self._write()
+            try:
+                self._write()
+            except FileNotFoundError:  # another run has just removed the empty directory
+                self._find_directory()
+                self._write()
         except OSError as error:
             del self._entries[entry.id]
             raise EnvironmentProblem(
@@ -175,16 +186,24 @@ class Journal:
     def close(self) -> None:
         """Forget the file if nothing is left in it; what is left stays for the next start."""
         self._notice_fork()
-        if not self._entries:
-            with suppress(OSError, EnvironmentProblem):
+        if not self._entries and self._directory is not None:
+            with suppress(OSError):
                 self._write()
+
+    def _find_directory(self) -> None:
+        if self._given is None:
+            self._directory = journal_directory()
 
     def _write(self) -> None:
         if self._directory is None:
-            self._directory = journal_directory()
+            self._find_directory()
+        assert self._directory is not None
         path = self._directory / f"{self._pid}-{start_time(self._pid)}.json"
         if not self._entries:
             path.unlink(missing_ok=True)
+            if self._given is None:
+                with suppress(OSError):  # other runs have theirs in it
+                    self._directory.rmdir()
             return
         owner = {
             "pid": self._pid,
@@ -217,7 +236,7 @@ def _replace(path: Path, owner: dict[str, Any], entries: list[Entry]) -> None:
 @contextmanager
 def _locked(directory: Path) -> Iterator[bool]:
     """Hold the directory's lock, so that two starts at once do not both give the same thing back."""
-    fd = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         deadline = time.monotonic() + _LOCK_WAIT
         held = False
@@ -229,7 +248,8 @@ def _locked(directory: Path) -> Iterator[bool]:
                 if error.errno not in (errno.EAGAIN, errno.EACCES) or time.monotonic() > deadline:
                     break
                 time.sleep(0.05)
-        yield held
+        # The directory may have been removed and made again meanwhile; the lock then is on the old one.
+        yield held and os.fstat(fd).st_ino == directory.lstat().st_ino
     finally:
         os.close(fd)
 
@@ -249,20 +269,24 @@ def reclaim(directory: Path | None = None) -> list[str]:
 
     Returns a sentence for each thing that was given back or could not be; the latter stays in its journal.
     """
-    try:
-        where = journal_directory() if directory is None else directory
-        files = sorted(where.glob("*.json"))
-        if not files:
-            return []
-        said: list[str] = []
-        with _locked(where) as held:
-            if not held:
-                return ["another start is giving back what was left behind; this one did not wait any longer"]
-            for path in files:
-                said += _reclaim_file(path)
-        return said
-    except (OSError, EnvironmentProblem):
-        return []
+    said: list[str] = []
+    for where in _places() if directory is None else [directory]:
+        try:
+            if not _is_ours(where) or not any(where.glob("*.json")):
+                continue
+            with _locked(where) as held:
+                if not held:
+                    said.append(
+                        "another start is giving back what was left behind; this one did not wait any longer"
+                    )
+                    continue
+                for path in sorted(where.glob("*.json")):
+                    said += _reclaim_file(path)
+            if directory is None:
+                where.rmdir()
+        except OSError:  # no such directory, or others have their journals in it
+            continue
+    return said
 
 
 def _reclaim_file(path: Path) -> list[str]:

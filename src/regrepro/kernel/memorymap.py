@@ -278,7 +278,7 @@ class _Builder:
             "passed": not differences,
             "differences": differences[:32],
             "attempts": attempt,
-            "by": "pagetypeinfo_showblockcount_print()'s walk against /proc/pagetypeinfo, and CMA areas' ranges",
+            "by": "pagetypeinfo_showblockcount_print()'s walk, /proc/pagetypeinfo, CMA areas' ranges",
         }
         if differences:
             first = differences[0]
