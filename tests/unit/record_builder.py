@@ -59,7 +59,11 @@ def runs(values: Sequence[Any], step: int = 0) -> list[list[Any]]:
     """Run-length encode: `[first, value, count]` for PFNs (step 1), `[first, count, value]` else."""
     made: list[list[Any]] = []
     for index, value in enumerate(values):
-        if made and value == (made[-1][1] + step * made[-1][2] if step else made[-1][1]):
+        if (
+            made
+            and (made[-1][1] or not step)
+            and value == (made[-1][1] + step * made[-1][2] if step else made[-1][1])
+        ):
             made[-1][2] += 1
         else:
             made.append([index, value, 1])

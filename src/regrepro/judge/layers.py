@@ -431,8 +431,8 @@ def mkey(call: Call) -> Layer | None:
     `rxe_add_to_pool`, sw/rxe/rxe_pool.c, -EINVAL at the limit; `rxe_alloc` → -ENOMEM in 5.10 and 6.1) or
     after them (mlx5: `mlx5_core_create_mkey`, hw/mlx5/mr.c).
 
-    Where that function cannot be seen it follows from the provider's failing with a valid request: with
-    neither `ib_umem_get` nor GUP called, or with both succeeding.
+    Where that function cannot be seen it follows from the provider's failing with a valid request while
+    `ib_umem_get` did not fail: before a page was pinned, or after all were.
     """
     trace = call.trace
     failed = trace.failed(fn.MKEY)
@@ -446,32 +446,22 @@ def mkey(call: Call) -> Layer | None:
     driver = trace.driver()
     if not trace.complete or not driver or driver[-1] >= 0 or driver[-1] == EOPNOTSUPP:
         return None
-    umem, pinned = trace.of(fn.UMEM), trace.of(fn.GUP)
-    umem_fine = bool(umem) and trace.failed(fn.UMEM) is None
-    pinned_fine = bool(pinned) and pinned[-1] > 0
-    before = trace.absent(fn.GUP) and not umem and _nothing_wrong_before_pinning(call)
-    if before:
+    if not trace.fine(fn.UMEM):
+        return None
+    if trace.absent(fn.GUP) and _valid(call):
         why = f"the provider returned {driver[-1]} for a valid request before pinning: it has no MR to give"
         return Layer("mkey", why, "inferred", "rxe_reg_user_mr, drivers/infiniband/sw/rxe/rxe_verbs.c")
-    if umem_fine or (
-        pinned_fine and not umem and sum(value for value in pinned if value > 0) >= (call.pages or 1)
-    ):
+    pinned = trace.of(fn.GUP)
+    if pinned and pinned[-1] > 0:
         why = f"every page was pinned, and the provider then returned {driver[-1]}"
         return Layer("mkey", why, "inferred", "mlx5_ib_reg_user_mr, drivers/infiniband/hw/mlx5/mr.c")
     return None
 
 
-def _nothing_wrong_before_pinning(call: Call) -> bool:
-    """Whether `__ib_umem_get_va` would have gone on to pin pages for this request."""
-    pages, limit, capable = call.pages, call.memlock, call.capable
-    if pages is None or not 0 < pages <= UINT_MAX or (call.registration.length or 0) <= 0:
-        return False
-    if call.trace.absent(fn.UMEM):
-        return True
-    if capable:
-        return True
-    # Several registrations add up, so a limit only clears the request when it is no limit at all.
-    return limit is not None and limit >= UNLIMITED
+def _valid(call: Call) -> bool:
+    """Whether the request asks for a number of pages that can be had at all."""
+    pages = call.pages
+    return pages is not None and 0 < pages <= UINT_MAX and (call.registration.length or 0) > 0
 
 
 RULES: tuple[Callable[[Call], Layer | None], ...] = (

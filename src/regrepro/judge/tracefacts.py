@@ -10,9 +10,9 @@ from typing import Any
 from regrepro.judge.pagestate import whole_number
 
 # Families of functions that do one job under several names. A family is in sight if one of them is.
-GUP = ("pin_user_pages_fast", "pin_user_pages", "gup_fast_fallback", "internal_get_user_pages_fast")
+GUP = ("pin_user_pages_fast", "pin_user_pages")
 GUP_INNER = ("__gup_longterm_locked", "__get_user_pages", *GUP)
-UMEM = ("ib_umem_get_va", "__ib_umem_get_va", "ib_umem_get", "ib_umem_get_peer")
+UMEM = ("__ib_umem_get_va", "ib_umem_get")
 DMABUF = (
     "ib_umem_dmabuf_get_with_dma_device",
     "ib_umem_dmabuf_get_pinned_with_dma_device",
@@ -34,7 +34,7 @@ MKEY = (
     "rxe_alloc",
 )
 PEER = ("nvidia_p2p_get_pages", "nvidia_p2p_get_pages_persistent", "ib_umem_get_peer", "nv_mem_get_pages")
-DRIVER = re.compile(r"^(?:\w+_)?reg_user_mr(?:_dmabuf)?$")
+DRIVER = re.compile(r"^(?!ib_)(?:\w+_)?reg(?:_user)?_mr(?:_dmabuf)?$")
 ACCESS_CHECK = ("ib_check_mr_access",)
 UVERBS = ("ib_uverbs_reg_mr", "ib_uverbs_write", "ib_uverbs_ioctl", "ib_uverbs_cmd_verbs")
 REASONS = ("longterm_pin", "contig_range")
@@ -47,7 +47,8 @@ class Migration:
     """One call of `migrate_pages` made for a long-term pin.
 
     `returned` is its return value: how many pages (folios) would not move, or a negative errno; None where
-    only the tracepoint was seen. `reason`, `succeeded`, `failed` come from the tracepoint, or are None.
+    only the tracepoint was seen (a tracer may record failures alone). `reason`, `succeeded`, `failed` come
+    from the tracepoint, or are None.
     """
 
     returned: int | None
@@ -88,8 +89,17 @@ class Trace:
         With `probed` in the record only what it lists was in sight; without it, what `missing` does not list.
         """
         names = tuple(names)
-        if not self.complete or self.of(names):
-            return False
+        return self.complete and not self.of(names) and self._in_sight(names)
+
+    def fine(self, names: Iterable[str]) -> bool:
+        """Whether these functions provably did not fail: nothing lost, one of them in sight, no errno seen.
+
+        A tracer may record failures only, so that no event is no failure.
+        """
+        names = tuple(names)
+        return self.complete and self.failed(names) is None and self._in_sight(names)
+
+    def _in_sight(self, names: tuple[str, ...]) -> bool:
         if self.probed is not None:
             return any(name in self.probed for name in names)
         return any(name not in self.missing for name in names)
@@ -126,7 +136,8 @@ def _fill(trace: Trace, value: Mapping[str, Any]) -> str:
     events = value.get("events")
     if not isinstance(events, list):
         events, spoiled = [], "the trace has no list of events"
-    pending: list[Migration] = []
+    seen: list[Migration] = []  # every migration, whatever it was for
+    ours: list[bool] = []
     for event in events:
         if not isinstance(event, Mapping):
             spoiled = "the trace holds a malformed event"
@@ -137,17 +148,18 @@ def _fill(trace: Trace, value: Mapping[str, Any]) -> str:
                 continue  # a function that returns nothing, or one seen at its entry
             trace.returns.append((name, ret))
             if name == "migrate_pages":
-                before = pending.pop() if pending else None
-                if _for_a_pin(before, event.get("caller")):
-                    trace.migrations.append(
-                        Migration(ret, before.reason, before.succeeded, before.failed)
-                        if before
-                        else Migration(ret)
-                    )
+                # The tracepoint lies within the function, so it comes right before the return.
+                within = seen[-1] if seen and seen[-1].returned is None else None
+                if within is not None:
+                    seen[-1] = Migration(ret, within.reason, within.succeeded, within.failed)
+                    ours[-1] = _for_a_pin(within, event.get("caller"))
+                else:
+                    seen.append(Migration(ret))
+                    ours.append(_for_a_pin(None, event.get("caller")))
         elif event.get("tracepoint") == "mm_migrate_pages" and isinstance(event.get("fields"), Mapping):
             fields = event["fields"]
             reason = fields.get("reason")
-            pending.append(
+            seen.append(
                 Migration(
                     None,
                     reason if isinstance(reason, str) else None,
@@ -155,8 +167,8 @@ def _fill(trace: Trace, value: Mapping[str, Any]) -> str:
                     whole_number(fields.get("nr_failed")),
                 )
             )
-    # Where migrate_pages itself cannot be probed, the tracepoint alone is left.
-    trace.migrations += [left for left in pending if left.reason in REASONS]
+            ours.append(reason in REASONS)
+    trace.migrations = [step for step, is_ours in zip(seen, ours, strict=True) if is_ours]
     missing = value.get("missing")
     for item in missing if isinstance(missing, list) else []:
         if isinstance(item, Mapping) and isinstance(item.get("fn"), str):

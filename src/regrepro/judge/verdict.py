@@ -258,13 +258,14 @@ def _places(case: Case) -> str:
 
 def _reproduced_because(case: Case) -> str:
     owner = case.plain[0].owner
+    held = "a reference" if case.plain[0].kind == "get" else "a pin"
     count = f"{case.stuck.total} of {case.registration.spans.total} pages in {_places(case)}"
     what = f"{case.registration.verb} failed with ENOMEM because"
     if owner == "cuda":
         driver = case.facts.node.get("nvidia_driver") or "of unknown version"
         return f"NVIDIA driver {driver} pins without FOLL_LONGTERM: {what} its pin kept {count} from moving"
     return (
-        f"this kernel, with this placement, is susceptible: {what} a pin by {owner} kept {count} from moving"
+        f"this kernel, with this placement, is susceptible: {what} {held} by {owner} kept {count} from moving"
     )
 
 

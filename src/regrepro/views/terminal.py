@@ -18,7 +18,7 @@ Segment = tuple[str, str]
 Line = list[Segment]
 """A line as segments of text and a style (a style of rich's, or an empty string)."""
 
-NARROW, WIDEST, PLAIN_WIDTH = 72, 118, 100
+WIDEST, PLAIN_WIDTH = 118, 100
 
 _VERDICT_STYLE = {
     "reproduced": "bold red",
@@ -28,10 +28,10 @@ _VERDICT_STYLE = {
     "error": "bold magenta",
 }
 _HEADLINE = {
-    "reproduced": "This bug was reproduced.",
-    "other-failure": "A registration or a pin failed, but not by this bug.",
-    "undecided": "Undecided: something could not be met, proven or run.",
-    "not-reproduced": "This bug was not reproduced.",
+    "reproduced": "This bug was reproduced",
+    "other-failure": "A registration or a pin failed, but not by this bug",
+    "undecided": "Undecided: something could not be met, proven or run",
+    "not-reproduced": "This bug was not reproduced",
 }
 _PLACES = {
     "cma": "in CMA",
@@ -40,11 +40,6 @@ _PLACES = {
     "ordinary": "in ordinary memory",
     "unknown": "in a place not known",
     "absent": "not present",
-}
-_BASIS = {
-    "pin": "pin (asked for LONGTERM)",
-    "kernel": "kernel (allowed it)",
-    "placement": "placement (nothing unpinnable)",
 }
 
 
@@ -71,7 +66,7 @@ def show(
     out = file if file is not None else sys.stdout
     columns = _width(out, width)
     header = record.header if record is not None else {}
-    _print(_page(verdicts, header, run_dir, columns), out)
+    _print(_whole(verdicts, header, run_dir, columns), out)
 
 
 def show_evidence(
@@ -103,7 +98,7 @@ def show_evidence(
 # Layout
 
 
-def _page(verdicts: Mapping[str, Any], header: Mapping[str, Any], run_dir: object, width: int) -> list[Line]:
+def _whole(verdicts: Mapping[str, Any], header: Mapping[str, Any], run_dir: object, width: int) -> list[Line]:
     items = _items(verdicts.get("verdicts"))
     lines: list[Line] = [[], *_head(header, width)]
     if not items:
@@ -169,7 +164,7 @@ def _row(item: Mapping[str, Any]) -> list[str]:
     if owner == "cuda" and item.get("driver"):
         owner += f" {item['driver']}"
     cells = [name, str(item.get("verdict")), owner]
-    return cells + [str(item.get(key) or "-") for key in ("basis", "errno", "layer")]
+    return [*cells, *(str(item.get(key) or "-") for key in ("basis", "errno", "layer"))]
 
 
 def _table(items: Sequence[Mapping[str, Any]], width: int) -> list[Line]:
@@ -229,7 +224,7 @@ def _proof(item: Mapping[str, Any], width: int) -> list[Line]:
             lines += _labelled(label, text, width, size)
     tree = _tree(evidence, width)
     if tree:
-        lines += [_label("kernel", size) + [("its own trace of the call:", "")], *tree]
+        lines += [[*_label("kernel", size), ("its own trace of the call:", "")], *tree]
     elif _trace(evidence):
         lines += _labelled("kernel", _trace(evidence), width, size)
     if _release(evidence):
@@ -290,10 +285,12 @@ def _placement(evidence: Mapping[str, Any]) -> str:
     places = _value(evidence, "placement")
     if not isinstance(places, Mapping):
         return _missing(evidence, "placement")
+    total, how = _value(evidence, "pages"), _how(evidence, "placement")
     parts = [f"{count} {_PLACES.get(str(name), name)}" for name, count in places.items()]
-    return (
-        f"of {_value(evidence, 'pages')} pages {', '.join(parts) or 'none'} ({_how(evidence, 'placement')})"
-    )
+    if len(parts) == 1:
+        where = _PLACES.get(str(next(iter(places))), next(iter(places)))
+        return f"{'its one page' if total == 1 else f'all {_pages(total)}'} {where} ({how})"
+    return f"of {_pages(total)} {', '.join(parts) or 'none is known'} ({how})"
 
 
 def _pin(evidence: Mapping[str, Any]) -> str:
@@ -318,7 +315,9 @@ def _pin(evidence: Mapping[str, Any]) -> str:
             else "not alive"
         )
         kind = flags.get(str(pin.get("kind")), pin.get("kind"))
-        parts.append(f"{pin.get('owner')} held {pin.get('pages')} pages by {pin.get('api')} ({kind}), {life}")
+        parts.append(
+            f"{pin.get('owner')} held {_pages(pin.get('pages'))} by {pin.get('api')} ({kind}), {life}"
+        )
     return "; ".join(parts) + (
         " (a stand-in for the driver's pin)" if _how(evidence, "pins") == "stand-in" else ""
     )
@@ -337,6 +336,8 @@ def _counts(value: object) -> str:
 
 def _references(evidence: Mapping[str, Any]) -> str:
     value = _value(evidence, "references")
+    if value is None and not _value(evidence, "pins"):
+        return ""  # nobody held anything: nothing to count
     if not isinstance(value, Mapping):
         return _missing(evidence, "references")
     return (
@@ -348,7 +349,7 @@ def _movement(evidence: Mapping[str, Any]) -> str:
     moved, stayed = _value(evidence, "pages_moved"), _value(evidence, "pages_unmoved")
     if moved is None and stayed is None:
         return _missing(evidence, "pages_moved")
-    text = f"{moved} pages moved, {stayed} unpinnable ones stayed"
+    text = f"{_pages(moved)} moved, {stayed} stayed in unpinnable memory"
     tried = _value(evidence, "pages_tried")
     return text + (f" (of the {tried} that were tried before it failed)" if tried is not None else "")
 
@@ -357,7 +358,7 @@ def _registrar(evidence: Mapping[str, Any]) -> str:
     value = _value(evidence, "registrar")
     if not isinstance(value, Mapping):
         return ""
-    note = f" (stand-in: {value['note']})" if value.get("note") else ""
+    note = f" ({value['note']}, a stand-in)" if value.get("note") else ""
     return f"{value.get('verb')} on {value.get('device') or 'no device'}{note}"
 
 
@@ -374,15 +375,16 @@ def _release(evidence: Mapping[str, Any]) -> str:
     value = _value(evidence, "release")
     if not isinstance(value, Mapping):
         return ""
-    parts = [f"{value.get('released')} released"]
+    count = value.get("released")
+    parts = ["the pin was released" if count == 1 else f"{count} pins were released"]
     if value.get("bytes_kept") is not None:
         parts[0] += ", no byte changed" if value["bytes_kept"] else ", the buffer's bytes changed"
     if "again_errno" in value:
         parts.append(f"the same call again: {value['again_errno'] or 'OK'}")
         if value.get("same_unpinnable_pages"):
-            parts.append(f"with the same {value['same_unpinnable_pages']} unpinnable pages")
+            parts[-1] += f", on the same {_pages(value['same_unpinnable_pages'])}, still unpinnable before"
         if value.get("again_moved") is not None:
-            parts.append(f"{value['again_moved']} moved out")
+            parts.append(f"{_pages(value['again_moved'])} moved")
     if value.get("pinned_again_on_ordinary"):
         parts.append(f"pinned again, on ordinary memory: {value['pinned_again_on_ordinary']}")
     return "; ".join(parts)
@@ -404,37 +406,41 @@ def _controls(item: Mapping[str, Any]) -> list[str]:
 
 
 def _tree(evidence: Mapping[str, Any], width: int) -> list[Line]:
-    """The kernel's path, indented, with return values in a column and the failing branch marked."""
+    """The kernel's path, indented, with return values and errno names; the deepest failure is marked."""
     nodes = _items(_mapping(_value(evidence, "trace")).get("tree"))
-    if not nodes:
-        return []
-    names = []
-    for node in nodes:
-        depth = node.get("depth")
-        names.append(
-            "  " * (min(depth, 30) if isinstance(depth, int) and depth > 0 else 0) + str(node.get("fn"))
-        )
-    column = min(max(len(name) for name in names), max(24, width - 40))
+    deepest = _deepest(nodes)
     lines: list[Line] = []
-    for name, node in zip(names, nodes, strict=True):
-        failing = bool(node.get("failing"))
-        line: Line = [
-            ("    ✗ " if failing else "      ", "bold red"),
-            (name.ljust(column), "bold" if failing else ""),
-        ]
-        if node.get("ret") is not None:
-            errno = f" {node['errno']}" if node.get("errno") else ""
-            line.append((f"  = {node['ret']}{errno}", "red" if failing else ""))
-        text = str(node.get("text") or "")
-        if text and text != str(node.get("fn")):
-            used = sum(len(part) for part, _ in line)
-            wrapped = textwrap.wrap(text, max(24, width - used - 2))
-            line.append((f"  {wrapped[0]}", "dim"))
-            lines.append(line)
-            lines += [[(" " * (used + 2) + more, "dim")] for more in wrapped[1:]]
-        else:
-            lines.append(line)
+    for n, node in enumerate(nodes):
+        indent = 2 * max(0, min(_number(node.get("depth")), 20))
+        style = "bold red" if n == deepest else "" if node.get("failing") else "dim"
+        mark = "  ✗ " if n == deepest else "    "
+        wrapped = textwrap.wrap(_node(node), max(24, width - indent - 6), break_on_hyphens=False) or [""]
+        lines.append([(mark, "bold red"), (" " * (indent + 2) + wrapped[0], style)])
+        lines += [[(" " * (indent + 10) + more, style)] for more in wrapped[1:]]
     return lines
+
+
+def _node(node: Mapping[str, Any]) -> str:
+    name, text = str(node.get("fn")), str(node.get("text") or "")
+    if name in text:
+        return text
+    errno = f" {node['errno']}" if node.get("errno") else ""
+    returned = f" = {node['ret']}{errno}" if node.get("ret") is not None else ""
+    return f"{name}{returned}{'  ' + text if text else ''}"
+
+
+def _deepest(nodes: Sequence[Mapping[str, Any]]) -> int | None:
+    """The item that failed deepest: the one that says so, else the failing one of the greatest depth."""
+    failing = [n for n, node in enumerate(nodes) if node.get("failing")]
+    marked = [n for n in failing if nodes[n].get("deepest")]
+    if marked:
+        return marked[0]
+    depths = {n: _number(nodes[n].get("depth")) for n in failing}
+    return max(failing, key=lambda n: depths[n], default=None)
+
+
+def _number(value: object) -> int:
+    return value if isinstance(value, int) else 0
 
 
 def _stand_ins(header: Mapping[str, Any], items: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -471,7 +477,7 @@ def _headline(items: Sequence[Mapping[str, Any]], verdicts: Mapping[str, Any]) -
     count = sum(1 for name in names if name == which)
     style = _VERDICT_STYLE.get(which, "bold magenta")
     of = f" ({count} of {len(items)} scenarios)" if count and len(items) > 1 else ""
-    return [(_HEADLINE[which] + of, style)]
+    return [(f"{_HEADLINE[which]}{of}.", style)]
 
 
 # Text
@@ -497,6 +503,10 @@ def _labelled(label: str, text: str, width: int, size: int, style: str = "") -> 
     wrapped = textwrap.wrap(" ".join(text.split()), max(24, width - size - 4), break_on_hyphens=False) or [""]
     first: Line = [*_label(label, size), (wrapped[0], style)]
     return [first, *([(" " * (max(size, len(label)) + 4), ""), (line, style)] for line in wrapped[1:])]
+
+
+def _pages(count: object) -> str:
+    return "1 page" if count == 1 else f"{count} pages"
 
 
 def _plain(value: object) -> str:

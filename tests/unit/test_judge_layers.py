@@ -1,0 +1,340 @@
+"""Layers: each cause that says the same errno, told apart by trace, page state and what was asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import record_builder as build
+from record_builder import ADDRESS, CMA, OUT, PAGE, Builder, Record, find, returns, state, trace
+
+from regrepro.judge import judge_record
+
+UNCAPABLE = {"capabilities": ["CAP_SYS_ADMIN"]}
+PIN_FAILED = returns(("pin_user_pages_fast", -14), ("__ib_umem_get_va", -14), ("rxe_reg_user_mr", -14))
+
+
+def failed(
+    errno: str, traced: Any = None, *, node: dict[str, Any] | None = None, buffer: Any = None, **keys: Any
+) -> Record:
+    """A fault without a pin: one registration of ordinary memory that fails."""
+    builder = Builder(**(node or {}))
+    builder.memory_map()
+    builder.begin("fault", contract="none", expects={"none": "other-failure"}, controls={}, needs=())
+    builder.buffer(state(OUT), place="any", placed="as-allocated", **(buffer or {}))
+    before, after = keys.pop("before", state(OUT)), keys.pop("after", state(OUT))
+    builder.register(before, after, errno=errno, **{"trace": traced or trace(), **keys})
+    builder.end()
+    return builder.done()
+
+
+def layer(record: Record) -> tuple[str, str]:
+    """Layer and how it is known."""
+    verdict = judge_record(record)["verdicts"][0]
+    assert verdict["verdict"] == "other-failure", verdict["reason"]
+    return verdict["layer"], verdict["evidence"]["layer"]["how"]
+
+
+def vma(flags: str, path: str = "", pages: int = 8) -> dict[str, Any]:
+    return {"vma": f"{ADDRESS:x}-{ADDRESS + pages * PAGE:x} {flags} 00000000 08:01 77 {path}".rstrip()}
+
+
+UMEM_EARLY = returns(("__ib_umem_get_va", -12), ("rxe_reg_user_mr", -12))
+
+CASES: dict[str, tuple[Record, tuple[str, str]]] = {
+    "memlock exceeded": (
+        failed(
+            "ENOMEM",
+            UMEM_EARLY,
+            node=UNCAPABLE | {"limits": {"memlock_soft": 4 * PAGE, "memlock_hard": None}},
+        ),
+        ("memlock-accounting", "observed"),
+    ),
+    "memlock exceeded, no trace": (
+        failed(
+            "ENOMEM",
+            {"status": "off", "why": "--trace off"},
+            node=UNCAPABLE | {"limits": {"memlock_soft": 4 * PAGE, "memlock_hard": None}},
+        ),
+        ("memlock-accounting", "inferred"),
+    ),
+    "memlock zero": (
+        failed("EPERM", UMEM_EARLY, node=UNCAPABLE | {"limits": {"memlock_soft": 0, "memlock_hard": 0}}),
+        ("memlock-accounting", "observed"),
+    ),
+    "memlock enough": (
+        failed(
+            "ENOMEM",
+            UMEM_EARLY,
+            node=UNCAPABLE | {"limits": {"memlock_soft": 64 * PAGE, "memlock_hard": None}},
+        ),
+        ("unknown", "missing"),
+    ),
+    "memlock unlimited": (
+        failed(
+            "ENOMEM", UMEM_EARLY, node=UNCAPABLE | {"limits": {"memlock_soft": None, "memlock_hard": None}}
+        ),
+        ("unknown", "missing"),
+    ),
+    "memlock with the capability": (
+        failed("ENOMEM", UMEM_EARLY, node={"limits": {"memlock_soft": 0, "memlock_hard": 0}}),
+        ("unknown", "missing"),
+    ),
+    "memlock not recorded": (
+        failed("ENOMEM", UMEM_EARLY, node=UNCAPABLE | {"limits": {}}),
+        ("unknown", "missing"),
+    ),
+    "memlock by the call's own word": (
+        failed("ENOMEM", UMEM_EARLY, capabilities=[], limits={"memlock_soft": 0}),
+        ("memlock-accounting", "observed"),
+    ),
+    "unmapped address": (
+        failed("EFAULT", PIN_FAILED, address=ADDRESS + (1 << 30), iova=ADDRESS + (1 << 30)),
+        ("page-fault", "observed"),
+    ),
+    "read-only mapping": (failed("EFAULT", PIN_FAILED, buffer=vma("r--p")), ("page-fault", "observed")),
+    "a hole in the middle": (
+        failed("EFAULT", PIN_FAILED, before=state([*OUT[:3], 0, *OUT[4:]])),
+        ("page-fault", "observed"),
+    ),
+    "a range beyond the mapping": (failed("EFAULT", PIN_FAILED, length=1 << 43), ("page-fault", "observed")),
+    "EFAULT alone": (failed("EFAULT", {"status": "off", "why": "off"}), ("unknown", "missing")),
+    "a file mapping": (
+        failed("EFAULT", PIN_FAILED, buffer=vma("rw-s", "/var/tmp/f") | {"backing": "file"}),
+        ("longterm-refused", "observed"),
+    ),
+    "a private file mapping": (
+        failed("EFAULT", PIN_FAILED, buffer=vma("rw-p", "/var/tmp/f") | {"backing": "file"}),
+        ("page-fault", "observed"),
+    ),
+    "a BAR": (failed("EFAULT", PIN_FAILED, buffer=vma("rw-s", "/dev/nvidia0")), ("bar-map", "observed")),
+    "a GPU address": (
+        failed("EFAULT", PIN_FAILED, buffer={"owner": "cuda", "backing": "cuda-device"}),
+        ("peer-memory", "inferred"),
+    ),
+    "peer memory refused": (
+        failed("ENOMEM", returns(("nvidia_p2p_get_pages", -12))),
+        ("peer-memory", "observed"),
+    ),
+    "2^46 bytes": (
+        failed("EINVAL", returns(("__ib_umem_get_va", -22), ("rxe_reg_user_mr", -22)), length=1 << 46),
+        ("arguments", "observed"),
+    ),
+    "2^46 bytes, no trace": (
+        failed("EINVAL", {"status": "off", "why": "off"}, length=1 << 46),
+        ("arguments", "inferred"),
+    ),
+    "address and length overflow": (failed("EINVAL", length=(1 << 64) - PAGE), ("arguments", "inferred")),
+    "iova elsewhere in the page": (failed("EINVAL", iova=ADDRESS + 8), ("arguments", "inferred")),
+    "remote write without local write": (
+        failed("EINVAL", access=["REMOTE_WRITE"]),
+        ("arguments", "inferred"),
+    ),
+    "a flag that the device refuses": (
+        failed("EOPNOTSUPP", returns(("rxe_reg_user_mr", -95)), access=["LOCAL_WRITE", "HUGETLB"]),
+        ("arguments", "observed"),
+    ),
+    "EINVAL alone": (
+        failed("EINVAL", {"status": "unavailable", "why": "no tracefs"}),
+        ("unknown", "missing"),
+    ),
+    "MRs exhausted": (failed("EINVAL", returns(("rxe_reg_user_mr", -22))), ("mkey", "inferred")),
+    "MRs exhausted on 6.1": (failed("ENOMEM", returns(("rxe_reg_user_mr", -12))), ("mkey", "inferred")),
+    "an MKey refused": (
+        failed(
+            "ENOMEM",
+            returns(("pin_user_pages_fast", 8), ("mlx5_core_create_mkey", -12), ("mlx5_ib_reg_user_mr", -12)),
+        ),
+        ("mkey", "observed"),
+    ),
+    "the DMA mapping failed": (
+        failed("EIO", returns(("pin_user_pages_fast", 8), ("dma_map_sgtable", -5), ("__ib_umem_get_va", -5))),
+        ("dma-map", "observed"),
+    ),
+    "the table of pages failed": (
+        failed("ENOMEM", returns(("pin_user_pages_fast", 8), ("sg_alloc_append_table_from_pages", -12))),
+        ("umem-alloc", "observed"),
+    ),
+    "no dma-buf support": (failed("EOPNOTSUPP", verb="ibv_reg_dmabuf_mr"), ("dma-buf", "observed")),
+    "no dma-buf behind the fd": (
+        failed("EBADF", returns(("ib_umem_dmabuf_get_with_dma_device", -9)), verb="ibv_reg_dmabuf_mr"),
+        ("dma-buf", "observed"),
+    ),
+    "the device vanished": (failed("EIO"), ("device", "observed")),
+    "the device may not be opened": (failed("EACCES"), ("device", "inferred")),
+    "no page to move to": (
+        failed("ENOMEM", build.failing_trace(8, ret=-12), before=state(CMA), after=state(CMA)),
+        ("migration-target", "observed"),
+    ),
+    "no huge page to move to, while one is held": (
+        failed(
+            "ENOMEM",
+            build.failing_trace(8, ret=-12),
+            buffer={"backing": "thp"},
+            before=state(CMA, 1025, pincount=[[0, 8, 1]]),
+            after=state(CMA, 1025, pincount=[[0, 8, 1]]),
+        ),
+        ("unknown", "missing"),
+    ),
+    "something held the pages": (
+        failed("ENOMEM", build.failing_trace(8), before=state(CMA), after=state(CMA)),
+        ("unknown", "missing"),
+    ),
+    "lost events": (
+        failed("EINVAL", returns(("rxe_reg_user_mr", -22)) | {"status": "spoiled", "why": "overrun"}),
+        ("unknown", "missing"),
+    ),
+    "GUP cannot be seen": (
+        failed(
+            "EINVAL",
+            returns(("rxe_reg_user_mr", -22))
+            | {
+                "missing": [
+                    {"fn": name, "why": "inlined"} for name in ("pin_user_pages_fast", "pin_user_pages")
+                ]
+            },
+        ),
+        ("unknown", "missing"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_layer_of(name: str) -> None:
+    record, due = CASES[name]
+    assert layer(record) == due
+
+
+@pytest.mark.parametrize("name", [name for name, (_, due) in CASES.items() if due[0] == "unknown"])
+def test_unknown_says_what_is_missing(name: str) -> None:
+    evidence = judge_record(CASES[name][0])["verdicts"][0]["evidence"]["layer"]
+    assert len(evidence["value"]["why"]) > 20
+
+
+def test_no_errno_alone_names_a_layer() -> None:
+    """Whatever the errno: with no trace, no page state and an ordinary request, nothing is named."""
+    for errno in ("ENOMEM", "EFAULT", "EINVAL", "EPERM", "EOPNOTSUPP", "EBUSY", "EAGAIN"):
+        record = failed(errno, {"status": "off", "why": "off"}, before=None, after=None)
+        assert layer(record)[0] == "unknown", errno
+
+
+def test_earlier_registrations_count_against_the_limit() -> None:
+    node = UNCAPABLE | {"limits": {"memlock_soft": 12 * PAGE, "memlock_hard": None}}
+    for given_back, due in ((False, "memlock-accounting"), (True, "unknown")):
+        builder = Builder(**node)
+        builder.begin("fault", contract="none", controls={}, needs=())
+        builder.buffer(state(OUT), place="any")
+        builder.register(state(OUT), state(OUT), 1)
+        if given_back:
+            builder.event("deregister", registration=1, errno=None)
+        builder.register(state(OUT), state(OUT), 2, errno="ENOMEM", trace=UMEM_EARLY)
+        builder.end()
+        assert layer(builder.done())[0] == due
+
+
+def test_a_step_tells_the_limit() -> None:
+    builder = Builder()
+    builder.begin("fault", contract="none", controls={}, needs=())
+    builder.buffer(state(OUT), place="any")
+    builder.event("step", name="limits", memlock_soft=0, capabilities=[])
+    builder.register(state(OUT), state(OUT), errno="EPERM", trace=UMEM_EARLY)
+    builder.end()
+    assert layer(builder.done())[0] == "memlock-accounting"
+
+
+def test_io_uring_counts_after_it_has_pinned() -> None:
+    node = UNCAPABLE | {"limits": {"memlock_soft": 4 * PAGE, "memlock_hard": None}}
+    traced = returns(("pin_user_pages_fast", 8), ("io_sqe_buffers_register", -12))
+    record = failed("ENOMEM", traced, node=node, verb="io_uring_register_buffers", device="io_uring")
+    assert layer(record)[0] == "memlock-accounting"
+
+
+def test_a_reference_that_went_by_itself_is_page_migration() -> None:
+    """Held by nobody we know, gone at the retry: the layer is right, and it is not this bug."""
+    builder = Builder()
+    builder.memory_map()
+    builder.begin("transient", contract="none", expects={"none": "other-failure"}, controls={})
+    builder.buffer(state(CMA))
+    held = state(CMA, 1025)
+    builder.register(held, held, errno="ENOMEM")
+    builder.register(state(CMA), state(OUT, 1025), 2)
+    builder.end()
+    record = builder.done()
+    assert layer(record) == ("page-migration", "observed")
+    find(record, "register")["trace"] = None
+    assert layer(record)[0] == "unknown"
+    record = builder.done()
+    find(record, "register")["before"] = find(record, "register")["after"] = state(CMA)
+    assert layer(record)[0] == "unknown"
+    record = builder.done()
+    find(record, "register", 1)["errno"] = "ENOMEM"
+    assert layer(record)[0] == "unknown"
+
+
+def test_a_pin_that_fails_by_itself() -> None:
+    for owner, due in (("cuda", "cuda-pin"), ("standin:longterm", "cuda-pin"), ("io-uring", "unknown")):
+        builder = Builder()
+        builder.begin()
+        builder.buffer(state(CMA))
+        builder.pin(
+            state(CMA), state(CMA), kind="longterm", owner=owner, errno="ENOMEM", api="io_uring_register"
+        )
+        builder.end()
+        assert layer(builder.done())[0] == due
+
+
+def test_the_memory_cgroup_kills() -> None:
+    builder = Builder()
+    builder.begin("cgroup", contract="none", controls={}, needs=("lab",))
+    builder.end("killed", signal="SIGKILL", memory_events={"oom": 1, "oom_kill": 1})
+    assert layer(builder.done()) == ("memory-cgroup", "observed")
+    builder = Builder()
+    builder.begin("cgroup", contract="none", controls={}, needs=("lab",))
+    builder.end("killed", signal="SIGKILL", memory_events={"oom": 0, "oom_kill": 0})
+    assert judge_record(builder.done())["verdicts"][0]["verdict"] == "error"
+
+
+def test_a_wait_that_nothing_ends() -> None:
+    for stack, due in (
+        (["ib_uverbs_remove_one+0x1f2/0x2a0", "remove_client_context"], "other-failure"),
+        (["do_nanosleep"], "error"),
+        (None, "error"),
+    ):
+        builder = Builder()
+        builder.begin("vanishing", contract="none", controls={}, needs=("lab",))
+        builder.end("blocked", **({"stack": stack} if stack else {}))
+        verdict = judge_record(builder.done())["verdicts"][0]
+        assert verdict["verdict"] == due
+        assert verdict["layer"] == ("device" if due == "other-failure" else None)
+
+
+def test_bytes_that_do_not_arrive_are_a_failure() -> None:
+    for errno, intact, due in (("EIO", False, "device"), (None, False, "unknown")):
+        builder = Builder()
+        builder.begin("transfer", contract="none", controls={}, needs=())
+        builder.buffer(state(OUT), place="any")
+        builder.register(state(OUT), state(OUT, 1025))
+        builder.event("transfer", registration=1, opcode="RDMA_WRITE", bytes=PAGE, errno=errno, intact=intact)
+        builder.end()
+        assert layer(builder.done())[0] == due
+
+
+def test_compaction_beside_is_no_migration_of_ours() -> None:
+    """A migration for another reason between tracepoint and return of ours changes nothing."""
+    record = build.reproduced_record()
+    events = find(record, "register")["trace"]["events"]
+    fields = {"nr_succeeded": 3, "nr_failed": 0, "mode": "MIGRATE_ASYNC", "reason": "compaction"}
+    events.append({"t": 0.9, "tracepoint": "mm_migrate_pages", "fields": fields})
+    events.insert(0, {"t": 0.0, "tracepoint": "mm_migrate_pages", "fields": fields})
+    assert judge_record(record)["verdicts"][0]["verdict"] == "reproduced"
+
+
+def test_an_earlier_batch_that_moved_is_not_the_failing_one() -> None:
+    """A tracer that records failures only gives the tracepoint of the batch that moved, and no return."""
+    record = build.reproduced_record()
+    events = find(record, "register")["trace"]["events"]
+    fields = {"nr_succeeded": 512, "nr_failed": 0, "mode": "MIGRATE_SYNC", "reason": "longterm_pin"}
+    events.insert(0, {"t": 0.0, "tracepoint": "mm_migrate_pages", "fields": fields})
+    assert judge_record(record)["verdicts"][0]["verdict"] == "reproduced"
+    events.append({"t": 0.9, "tracepoint": "mm_migrate_pages", "fields": fields})
+    assert judge_record(record)["verdicts"][0]["verdict"] == "other-failure"
