@@ -328,10 +328,9 @@ class _Run:
     def _arm(self, journal: Any, cleanup: contextlib.ExitStack) -> None:
         try:
             tracer = self._environment.tracer(journal)
-            available, why = tracer.status()
-            if available:
-                cleanup.callback(tracer.disarm)
-                tracer.arm()
+            cleanup.callback(tracer.disarm)
+            available = tracer.arm()
+            why = tracer.status()[1]
         except (ImportError, OSError, RegreproError) as error:
             available, why = False, str(error)
         if available:
@@ -351,7 +350,11 @@ class _Run:
             if one.control is not None and name in without_controls:
                 continue
             self._progress.scenario(name, one.control, number, len(planned))
-            outcome, seconds = self._pass(one, backend)
+            try:
+                outcome, seconds = self._pass(one, backend)
+            except RegreproError:
+                self._progress.scenario_ended(name, one.control, "could not be recorded", 0.0)
+                raise
             self._progress.scenario_ended(name, one.control, outcome, seconds)
             if one.control is None and outcome == "unmet":
                 without_controls.add(name)  # what the scenario lacks, its controls lack as well

@@ -327,11 +327,11 @@ def test_the_trace_goes_with_its_call(tmp_path: Path) -> None:
     calls: list[str] = []
 
     class Tracer:
-        def begin(self) -> str:
+        def begin(self, *, stack: bool = False) -> str:
             calls.append("begin")
             return "token"
 
-        def end(self, token: str) -> dict[str, Any]:
+        def end(self, token: str, *, succeeded: bool = False) -> dict[str, Any]:
             calls.append(f"end {token}")
             return {"status": "complete", "events": [len(calls)]}
 

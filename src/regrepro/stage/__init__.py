@@ -31,6 +31,10 @@ _Result = TypeVar("_Result")
 # refusal.
 _ALWAYS_COUNT_PAGES = 1024
 
+# Of a pass' first registrations the trace is kept also where they succeed; a loop of many need not pay for
+# it.
+_TRACED_SUCCESSES = 16
+
 # A page state whose text is longer is written once; events that find it unchanged refer to it.
 _REFER_ABOVE = 2000
 
@@ -204,7 +208,7 @@ class Stage:
                 else:
                     held.append(self.backend.hold(wanted, start, length))
 
-        error, trace, seconds = self._call(take)
+        error, trace, seconds = self._call(take, stack=True)
         api = held[0].api if held else None
         if error is not None:
             pins.abandon(held)
@@ -279,7 +283,7 @@ class Stage:
         def call() -> None:
             made._region = registrar.register(verb, start, size, iova=target, access=flags, fd=fd)
 
-        error, trace, seconds = self._call(call)
+        error, trace, seconds = self._call(call, success_is_plain=made.id > _TRACED_SUCCESSES)
         alive_after = [pin.alive() for pin in held]
         if error is not None:
             made.errno = errno_name(error)
@@ -449,9 +453,15 @@ class Stage:
         buffer._memory.close()
         self._event("free", buffer=buffer.id)
 
-    def _call(self, call: Callable[[], None]) -> tuple[OSError | None, Any, float]:
-        """Make one call of ours into the kernel: its refusal, the kernel's trace of it, and its seconds."""
-        token = self._tracer.begin() if self._tracer is not None else None
+    def _call(
+        self, call: Callable[[], None], *, stack: bool = False, success_is_plain: bool = False
+    ) -> tuple[OSError | None, Any, float]:
+        """Make one call of ours into the kernel: its refusal, the kernel's trace of it, and its seconds.
+
+        `stack`: have kernel stacks in the trace, which name the driver that pins. `success_is_plain`: the
+        trace of a success is not wanted.
+        """
+        token = self._tracer.begin(stack=stack) if self._tracer is not None else None
         refusal: OSError | None = None
         start = time.perf_counter()
         try:
@@ -459,7 +469,9 @@ class Stage:
         except OSError as error:
             refusal = error
         seconds = time.perf_counter() - start
-        trace = self._tracer.end(token) if self._tracer is not None else self._no_trace
+        trace = self._no_trace
+        if self._tracer is not None:
+            trace = self._tracer.end(token, succeeded=success_is_plain and refusal is None)
         return refusal, trace, round(seconds, 9)
 
     def _look(self, buffer: Buffer, *, counts: bool) -> PageState | None:
