@@ -291,6 +291,7 @@ static int end_process_vm(struct rr_pin *pin)
 	ioctl(pin->userfault, UFFDIO_WAKE, &range);
 	close_once(&pin->userfault);
 	join_holders(pin);
+	close_once(&pin->ended);
 	for (index = 0; index < pin->count; index++)
 		if (pin->holders[index].result > 0)
 			ret = -EIO;

@@ -143,6 +143,12 @@ int rr_verbs_load(const char *path, struct rr_verbs **result, char *why, size_t 
 	return 0;
 }
 
+void rr_verbs_unload(struct rr_verbs *verbs)
+{
+	dlclose(verbs->library);
+	free(verbs);
+}
+
 int rr_verbs_devices(struct rr_verbs *verbs, char *names, size_t size)
 {
 	int count = 0;

@@ -58,6 +58,9 @@ struct rr_port_attributes {
  */
 int rr_verbs_load(const char *path, struct rr_verbs **verbs, char *why, size_t why_size);
 
+/* Close the library; no device of it may be open. */
+void rr_verbs_unload(struct rr_verbs *verbs);
+
 /* The devices' names, each ended by a zero byte. Returns their number, or -ERANGE when `size` is too small. */
 int rr_verbs_devices(struct rr_verbs *verbs, char *names, size_t size);
 

@@ -147,7 +147,8 @@ class Range:
     @classmethod
     def _of_file(cls, fd: int, length: int, backing: str) -> Range:
         try:
-            if length > 0 and os.fstat(fd).st_size < length:
+            _check_length(length)
+            if os.fstat(fd).st_size < length:
                 if backing == "file":
                     os.posix_fallocate(fd, 0, length)
                 else:
@@ -229,9 +230,13 @@ class Range:
         return f"<Range {self.backing} {self.address:#x}+{self.length:#x}>"
 
 
-def _map(length: int, alignment: int, protection: int, flags: int, fd: int = -1) -> int:
+def _check_length(length: int) -> None:
     if not 0 < length < 1 << 63:
         raise failure(errnos.EINVAL, f"a range of {length} bytes")
+
+
+def _map(length: int, alignment: int, protection: int, flags: int, fd: int = -1) -> int:
+    _check_length(length)
     cell = ffi.new("uintptr_t *")
     status = lib.rr_map(length, alignment, protection, flags, fd, 0, cell)
     if status:

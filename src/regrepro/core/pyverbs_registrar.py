@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno as errnos
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from regrepro.errors import EnvironmentProblem
@@ -58,6 +59,8 @@ def _call(step: str, function: Callable[..., Any], /, *arguments: Any, **named: 
 def devices() -> list[str]:
     """Return the RDMA devices' names, sorted. Raises EnvironmentProblem without pyverbs, OSError."""
     _require()
+    if not Path("/sys/class/infiniband_verbs").is_dir():
+        return []  # ib_uverbs is not loaded; pyverbs would say "failed", without an errno
     import pyverbs.device
 
     return sorted(device.name.decode() for device in _call("get_device_list", pyverbs.device.get_device_list))
