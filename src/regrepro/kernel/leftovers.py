@@ -422,10 +422,13 @@ def _reclaim_kprobe_group(data: dict[str, Any]) -> str | None:
     for place in enables:
         with suppress(OSError):
             (place / "events" / group / "enable").write_text("0")
-    with (tracefs / "kprobe_events").open("a") as file:
+    # Not open("a"): it seeks to the end, which the kernel's seq_file refuses with EINVAL.
+    fd = os.open(tracefs / "kprobe_events", os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+    try:
         for event in events:
-            file.write(f"-:{group}/{event}\n")
-            file.flush()
+            os.write(fd, f"-:{group}/{event}\n".encode())
+    finally:
+        os.close(fd)
     return f"removed {len(events)} kprobe events of a run that was killed"
 
 

@@ -75,7 +75,7 @@ class Tracer:
         self._instance_name = self._group = ""
         self._entries: list[Entry] = []
         self._names: dict[str, tuple[str, str]] = {}
-        self._probes: list[tuple[str, str]] = []
+        self._probes: list[tuple[str, str]] = []  # function, condition under which a return is recorded
         self._missing: list[dict[str, str]] = []
         self._flags = trace_flags.FlagNames({}, "not looked up")
         self._why = "tracing was not armed"
@@ -194,7 +194,7 @@ class Tracer:
         self._arguments_at_return = trace_fs.return_probes_have_arguments(self._tracefs)
         for point in trace_probes.POINTS:
             if point.module and not Path("/sys/module", point.module).exists():
-                if point not in trace_probes.DRIVERS:
+                if point not in (*trace_probes.DRIVERS, *trace_probes.NVIDIA):
                     self._missing.append(
                         {"fn": point.names[0], "why": f"the module {point.module} is not loaded"}
                     )
@@ -247,7 +247,7 @@ class Tracer:
         except OSError as error:
             return _refusal(name, error)
         self._names[event] = name, "return"
-        self._probes.append((name, event))
+        self._probes.append((name, point.keep))
         return ""
 
     def _open(self, instance: Path) -> None:
@@ -359,6 +359,8 @@ class Tracer:
             "events": events,
             "tree": tree,
             "missing": self.missing,
+            "probed": [name for name, keep in self._probes if not keep],
+            "probed_failures": [name for name, keep in self._probes if keep],
             "misses": misses,
             "overrun": overrun,
             "flags_source": self._flags.source,

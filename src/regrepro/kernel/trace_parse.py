@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from regrepro.kernel.trace_flags import FlagNames
+from regrepro.kernel.trace_probes import RETURNS
 
 # "  comm-123   [001] .....    69.759541: event: rest"; a thread-group id may stand before the CPU.
 _LINE = re.compile(
@@ -111,7 +112,8 @@ def _event(known: tuple[str, str], rest: str, flags: FlagNames) -> dict[str, Any
     values = {key: _value(value) for key, value in _PAIR.findall(found["rest"])}
     event: dict[str, Any] = {"fn": name}
     if kind == "return":
-        event["ret"] = values.pop("ret", None)
+        ret = values.pop("ret", None)
+        event["ret"] = RETURNS[name].kept(ret) if isinstance(ret, int) and name in RETURNS else ret
         event["caller"] = symbol(found["caller"])
     if values:
         bits = values.get("gup_flags")

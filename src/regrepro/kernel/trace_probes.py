@@ -21,12 +21,23 @@ class Returns(Enum):
     INT = "int"
     LONG = "long"
     POINTER = "pointer"
-    """An ERR_PTR is a failure; any other value says success and is not recorded."""
+    """An ERR_PTR is a failure, and so is NULL where there is nothing better to say."""
+    NV_STATUS = "NV_STATUS"
+    """NVIDIA's own: 0 is success, everything else a failure that is no errno."""
 
     @property
     def fetch(self) -> str:
         """The type of the fetch argument (Documentation/trace/kprobetrace.rst)."""
-        return "s32" if self is Returns.INT else "s64"
+        return "s32" if self in (Returns.INT, Returns.NV_STATUS) else "s64"
+
+    def kept(self, raw: int) -> int:
+        """Return what is kept of a return value: of a pointer only its errno, 0 for NULL, else 1.
+
+        A kernel address says nothing here and does not belong in a file that is passed on.
+        """
+        if self is Returns.POINTER and raw and not -4096 < raw < 0:
+            return 1
+        return raw
 
 
 class Layer(Enum):
@@ -48,7 +59,7 @@ class Point:
 
     `arguments`: (name, position from 1, fetch type). `keep`: the condition under which a return is recorded
     (event filter), "" for always. `every`: probe all names that exist, not only the first.
-    `module`: skip without a word when that module is not loaded.
+    `module`: where it lives; not tried while that module is not loaded.
     """
 
     what: str
@@ -56,11 +67,12 @@ class Point:
     returns: Returns
     layer: Layer
     arguments: tuple[tuple[str, int, str], ...] = ()
-    keep: str = "ret < 0"
+    keep: str = ""
     every: bool = False
     module: str = ""
 
 
+_FAILED = "ret < 0"
 _FAILED_POINTER = "ret < 0 && ret > -4096"  # IS_ERR(), include/linux/err.h
 _START_NR_FLAGS = (("start", 1, "x64"), ("nr_pages", 2, "s64"), ("gup_flags", 3, "x32"))
 _START_INT_FLAGS = (("start", 1, "x64"), ("nr_pages", 2, "s32"), ("gup_flags", 3, "x32"))
@@ -88,14 +100,34 @@ _DRIVERS = {
 }
 
 DRIVERS = tuple(
-    Point(
-        f"registration by {module}", names, Returns.POINTER, Layer.DRIVER, (), _FAILED_POINTER, True, module
-    )
+    Point(f"registration by {module}", names, Returns.POINTER, Layer.DRIVER, (), "", True, module)
     for module, names in _DRIVERS.items()
+)
+
+# NVIDIA's kernel driver: the pin behind cudaHostAlloc (nvidia/os-mlock.c) and peer memory (nvidia/nv-p2p.c).
+NVIDIA = (
+    Point(
+        "NVIDIA's pin",
+        ("os_lock_user_pages",),
+        Returns.NV_STATUS,
+        Layer.UMEM,
+        keep="ret != 0",
+        module="nvidia",
+    ),
+    Point(
+        "GPU pages for peers",
+        ("nvidia_p2p_get_pages", "nvidia_p2p_get_pages_persistent"),
+        Returns.INT,
+        Layer.UMEM,
+        keep=_FAILED,
+        every=True,
+        module="nvidia",
+    ),
 )
 
 POINTS: tuple[Point, ...] = (
     *DRIVERS,
+    *NVIDIA,
     Point(
         "dma-buf registration in uverbs",
         ("ib_uverbs_handler_UVERBS_METHOD_REG_DMABUF_MR",),
@@ -108,35 +140,30 @@ POINTS: tuple[Point, ...] = (
         ("mlx5_core_create_mkey",),
         Returns.INT,
         Layer.UMEM,
+        keep=_FAILED,
         module="mlx5_core",
     ),
     Point("io_uring's fixed buffers", ("io_sqe_buffers_register",), Returns.INT, Layer.DRIVER),
-    Point("io_uring's pin", ("io_pin_pages",), Returns.POINTER, Layer.UMEM, keep=_FAILED_POINTER),
-    Point(
-        "the umem",
-        ("__ib_umem_get_va", "ib_umem_get"),
-        Returns.POINTER,
-        Layer.UMEM,
-        keep=_FAILED_POINTER,
-        module="ib_core",
-    ),
+    Point("io_uring's pin", ("io_pin_pages",), Returns.POINTER, Layer.UMEM),
+    Point("the umem", ("__ib_umem_get_va", "ib_umem_get"), Returns.POINTER, Layer.UMEM, module="ib_core"),
     Point(
         "the dma-buf umem",
         ("ib_umem_dmabuf_get_with_dma_device", "ib_umem_dmabuf_get"),
         Returns.POINTER,
         Layer.UMEM,
-        keep=_FAILED_POINTER,
         module="ib_uverbs",
     ),
-    Point("pins", ("pin_user_pages_fast",), Returns.INT, Layer.GUP, _START_INT_FLAGS, ""),
-    Point("pins", ("pin_user_pages",), Returns.LONG, Layer.GUP, _START_NR_FLAGS, ""),
-    Point("pins", ("pin_user_pages_remote",), Returns.LONG, Layer.GUP, _REMOTE, ""),
-    Point("pins", ("pin_user_pages_unlocked",), Returns.LONG, Layer.GUP, _UNLOCKED, ""),
-    Point("references", ("get_user_pages_fast",), Returns.INT, Layer.GUP, _START_INT_FLAGS, ""),
-    Point("references", ("get_user_pages",), Returns.LONG, Layer.GUP, _START_NR_FLAGS, ""),
-    Point("references", ("get_user_pages_remote",), Returns.LONG, Layer.GUP, _REMOTE, ""),
-    Point("references", ("get_user_pages_unlocked",), Returns.LONG, Layer.GUP, _UNLOCKED, ""),
-    Point("long-term pinning", ("__gup_longterm_locked",), Returns.LONG, Layer.LONGTERM),
+    Point("the dma-buf", ("dma_buf_get",), Returns.POINTER, Layer.GUP, keep=_FAILED_POINTER),
+    Point("mapping for the device", ("dma_map_sgtable",), Returns.INT, Layer.GUP, keep=_FAILED),
+    Point("pins", ("pin_user_pages_fast",), Returns.INT, Layer.GUP, _START_INT_FLAGS),
+    Point("pins", ("pin_user_pages",), Returns.LONG, Layer.GUP, _START_NR_FLAGS),
+    Point("pins", ("pin_user_pages_remote",), Returns.LONG, Layer.GUP, _REMOTE),
+    Point("pins", ("pin_user_pages_unlocked",), Returns.LONG, Layer.GUP, _UNLOCKED),
+    Point("references", ("get_user_pages_fast",), Returns.INT, Layer.GUP, _START_INT_FLAGS),
+    Point("references", ("get_user_pages",), Returns.LONG, Layer.GUP, _START_NR_FLAGS),
+    Point("references", ("get_user_pages_remote",), Returns.LONG, Layer.GUP, _REMOTE),
+    Point("references", ("get_user_pages_unlocked",), Returns.LONG, Layer.GUP, _UNLOCKED),
+    Point("long-term pinning", ("__gup_longterm_locked",), Returns.LONG, Layer.LONGTERM, keep=_FAILED),
     Point(
         "moving pages out of unpinnable memory",
         (
@@ -145,18 +172,20 @@ POINTS: tuple[Point, ...] = (
             "check_and_migrate_movable_pages",
             "check_and_migrate_cma_pages",
         ),
-        # All int but check_and_migrate_*, which are long; a long between -4095 and INT_MAX reads the same.
+        # All int but check_and_migrate_*, which are long: what they return reads the same as an int.
         Returns.INT,
         Layer.UNPINNABLE,
+        keep=_FAILED,
     ),
-    Point("migration", ("migrate_pages",), Returns.INT, Layer.MIGRATE, keep="ret != 0"),
+    Point("migration", ("migrate_pages",), Returns.INT, Layer.MIGRATE),
     Point("migration of a batch", ("migrate_pages_batch",), Returns.INT, Layer.BATCH, keep="ret != 0"),
     Point("a page to move to", ("alloc_migration_target",), Returns.POINTER, Layer.TARGET, keep="ret == 0"),
 )
 
 LAYERS: dict[str, Layer] = {name: point.layer for point in POINTS for name in point.names}
 RETURNS: dict[str, Returns] = {name: point.returns for point in POINTS for name in point.names}
-GUP_FUNCTIONS = frozenset(name for name, layer in LAYERS.items() if layer is Layer.GUP)
+GUP_FUNCTIONS = frozenset(name for point in POINTS if point.arguments for name in point.names)
+MAPPING_FUNCTIONS = frozenset({"dma_map_sgtable"})
 
 TRACEPOINTS = (("migrate", "mm_migrate_pages"),)
 

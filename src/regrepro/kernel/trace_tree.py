@@ -51,6 +51,8 @@ def failed(event: Mapping[str, Any]) -> bool:
         return False
     if layer is Layer.TARGET:
         return ret == 0
+    if RETURNS.get(event["fn"]) is Returns.NV_STATUS:
+        return ret != 0
     if layer in (Layer.MIGRATE, Layer.BATCH):
         return ret != 0
     if layer is Layer.UNPINNABLE and ret == -errnos.EAGAIN:
@@ -153,15 +155,15 @@ def _text(event: Mapping[str, Any], children: Sequence[_Node]) -> str:
     arguments = _arguments(event.get("args"))
     name = errno_name(ret)
     if name is not None:
-        text = f"{function}({arguments}) = -{name}"
+        text = f"{function}{arguments} = -{name}"
         if layer is Layer.UMEM:
             text += _after_pinning(children)
         return text
     if layer in (Layer.MIGRATE, Layer.BATCH) and ret > 0:
-        return f"{function}(): {ret} {'page' if ret == 1 else 'pages'} not migrated"
+        return f"{function}: {ret} {'page' if ret == 1 else 'pages'} not migrated"
     if RETURNS.get(function) is Returns.POINTER and ret == 0:
-        return f"{function}() = NULL: no page to move to"
-    return f"{function}({arguments}) = {ret}"
+        return f"{function} = NULL" + (": no page to move to" if layer is Layer.TARGET else "")
+    return f"{function}{arguments} = {ret}"
 
 
 def _after_pinning(children: Sequence[_Node]) -> str:
@@ -187,7 +189,7 @@ def _arguments(args: Mapping[str, Any] | None) -> str:
         parts.append("|".join(args["flags"]) or "0")
     elif "gup_flags" in args:
         parts.append(f"gup_flags={args['gup_flags']:#x}")
-    return ", ".join(parts)
+    return f"({', '.join(parts)})"
 
 
 def render(trace: Mapping[str, Any]) -> list[str]:
