@@ -37,4 +37,6 @@ setup(
     cffi_modules=["csrc/build_core.py:ffi"],
     ext_modules=[STAND_IN],
     cmdclass={"build_py": BuildWithScenarios},
+    # cffi builds against the stable ABI: one wheel serves Python 3.10 and all later ones.
+    options={"bdist_wheel": {"py_limited_api": "cp310"}},
 )

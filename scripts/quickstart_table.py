@@ -67,9 +67,9 @@ def proof(item: dict[str, Any]) -> list[str]:
     pinned, unmoved = value_of(item, "pages_pinned"), value_of(item, "pages_unmoved")
     if None not in (pages, unpinnable, pinned, unmoved):
         places = value_of(item, "placement") or {}
-        where = ", ".join(f"{count} {place}" for place, count in places.items())
+        where = ", ".join(f"{count} {place}" for place, count in places.items()) or "no place known"
         sentences.append(
-            f"{unpinnable} of the buffer's {pages} pages lay in unpinnable memory{f' ({where})' if where else ''}, "
+            f"{unpinnable} of the buffer's {pages} pages lay in unpinnable memory ({where}), "
             f"{pinned} were pinned without FOLL_LONGTERM, and {unmoved} did not move."
         )
     references = ((value_of(item, "references") or {}).get("before") or {}).get("refcount")
@@ -128,9 +128,9 @@ def main(arguments: list[str]) -> int:
         print(
             "\n"
             + textwrap.fill(
-                f"Reproduced. The two runs differ in nothing but the size of hugetlb_cma. The pin was held by "
-                f"{one['pin_owner']}: this kernel, with this placement, is susceptible. It says nothing of any "
-                f"driver.",
+                f"Reproduced. The two runs differ in nothing but the size of hugetlb_cma. The pin was held "
+                f"by {one['pin_owner']}: this kernel, with this placement, is susceptible. That says nothing "
+                f"of any driver.",
                 WIDTH,
             )
         )

@@ -1,4 +1,4 @@
-"""The rules of the house that a machine can hold: the map in CONTRIBUTING.md of who may import whom, and more."""
+"""The rules of the house that a machine can hold: CONTRIBUTING.md's map of who may import whom, and more."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HOUSE = house_map()
 
 
 def room_of(name: str) -> str:
-    """Return the room of a dotted name below `regrepro`: the longest that the map has, else its first part."""
+    """Return the room of a dotted name below `regrepro`: the longest in the map, else its first part."""
     parts = name.split(".")
     for length in (2, 1):
         if ".".join(parts[:length]) in HOUSE:
