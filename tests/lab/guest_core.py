@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,7 +31,8 @@ TAKERS: dict[str, Callable[[int, int], pins.HeldPin]] = {
     "io-uring": pins.pin_io_uring,
 }
 PFN_MASK = (1 << 55) - 1
-PROBE = 96 << 20
+PROBE = 64 << 20
+HELD: list[memory.Range] = []
 SPANS: list[tuple[int, int]] = []
 
 results: list[bool] = []
@@ -56,7 +58,8 @@ def pfns(address: int, pages: int) -> list[int]:
     with Path("/proc/self/pagemap").open("rb", buffering=0) as pagemap:
         pagemap.seek(address // PAGE * 8)
         raw = pagemap.read(pages * 8)
-    words = (int.from_bytes(raw[at : at + 8], sys.byteorder) for at in range(0, len(raw), 8))
+    words = array("Q")
+    words.frombytes(raw)
     return [word & PFN_MASK if word >> 63 else 0 for word in words]
 
 
@@ -298,14 +301,25 @@ def unpinnable_spans() -> list[tuple[int, int]]:
             spanned = int(words[1])
         elif words[:1] == ["start_pfn:"] and zone == "Movable" and spanned:
             spans.append((int(words[1]), int(words[1]) + spanned))
+    # CMA is lent once ordinary free memory is scarce: hold some, until a piece is moved.
     block = (memory.thp_size() or 2 << 20) // PAGE
-    with memory.Range.anonymous(PROBE, huge=False) as probe:
-        probe.populate()
-        before = pfns(probe.address, probe.pages)
-        ring_once(probe.address, probe.length)
-        after = pfns(probe.address, probe.pages)
-    blocks = {old // block for old, new in zip(before, after, strict=True) if old != new}
-    return spans + [(number * block, (number + 1) * block) for number in sorted(blocks)]
+    while not spans and free_memory() > 4 * PROBE:
+        piece = memory.Range.anonymous(PROBE, huge=False)
+        piece.populate()
+        before = pfns(piece.address, piece.pages)
+        ring_once(piece.address, piece.length)
+        after = pfns(piece.address, piece.pages)
+        blocks = {old // block for old, new in zip(before, after, strict=True) if old != new}
+        spans = [(number * block, (number + 1) * block) for number in sorted(blocks)]
+        HELD.append(piece)
+    return spans
+
+
+def free_memory() -> int:
+    line = next(
+        line for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines() if "MemFree" in line
+    )
+    return int(line.split()[1]) << 10
 
 
 def unpinnable_pages(count: int) -> memory.Range:

@@ -47,6 +47,7 @@ OPCODES = ("RDMA_WRITE", "RDMA_READ")
 
 _INFINIBAND = Path("/sys/class/infiniband")
 _loaded: dict[str, Any] = {}
+_MR_CELL = ffi.typeof("struct rr_mr **")
 
 
 def access_bits(names: Iterable[str]) -> int:
@@ -229,7 +230,7 @@ class ProtectionDomain:
 
     def reg_mr(self, address: int, length: int, access: int) -> MemoryRegion:
         """Register by the function `ibv_reg_mr` itself; raises OSError with its errno."""
-        cell = ffi.new("struct rr_mr **")
+        cell = ffi.new(_MR_CELL)
         status = lib.rr_reg_mr(self._pd, address, length, access, cell)
         if status:
             raise _refused(status, "ibv_reg_mr")
@@ -240,7 +241,7 @@ class ProtectionDomain:
 
         Raises OSError with its errno (ENOSYS: a libibverbs older than its symbol version 1.8).
         """
-        cell = ffi.new("struct rr_mr **")
+        cell = ffi.new(_MR_CELL)
         status = lib.rr_reg_mr_iova2(self._pd, address, length, iova, access, cell)
         if status:
             raise _refused(status, "ibv_reg_mr_iova2")
@@ -251,7 +252,7 @@ class ProtectionDomain:
 
         Raises OSError with its errno (ENOSYS: a libibverbs older than its symbol version 1.12).
         """
-        cell = ffi.new("struct rr_mr **")
+        cell = ffi.new(_MR_CELL)
         status = lib.rr_reg_dmabuf_mr(self._pd, offset, length, iova, fd, access, cell)
         if status:
             raise _refused(status, "ibv_reg_dmabuf_mr")
