@@ -84,9 +84,9 @@ class Trace:
         return [value for name, value in self.returns if DRIVER.match(name)]
 
     def absent(self, names: Iterable[str]) -> bool:
-        """Whether these functions were provably not called: nothing lost, one of them in sight, none seen.
+        """Whether these functions were provably not called: nothing lost, all in sight, none seen.
 
-        With `probed` in the record only what it lists was in sight; without it, what `missing` does not list.
+        With `probed` in the record what it lists was in sight; without it, what `missing` does not list.
         """
         names = tuple(names)
         return self.complete and not self.of(names) and self._in_sight(names)
@@ -102,7 +102,12 @@ class Trace:
     def _in_sight(self, names: tuple[str, ...]) -> bool:
         if self.probed is not None:
             return any(name in self.probed for name in names)
-        return any(name not in self.missing for name in names)
+        # A tracer names a missing function by the newest of its names, and none that it found by another.
+        return not any(self.hidden(name) for name in names)
+
+    def hidden(self, name: str) -> bool:
+        """Whether this kernel does not let a function or tracepoint be seen."""
+        return any(known == name or known.endswith(f":{name}") for known in self.missing)
 
     def failed(self, names: Iterable[str]) -> int | None:
         """The last return value of these functions if it is an errno, else None."""

@@ -446,13 +446,17 @@ def _kernel_allowed(case: Case) -> str:
     count = case.unpinnable.total
     later = [pin for pin in case.run.pins.values() if pin.errno is None and pin.seq > registration.seq]
     if not case.held:
-        then = " before they were pinned" if later else ", which no pin held"
+        when = "before any pin was taken" if later else "while no pin held them"
         if moved:
-            return f"the kernel moved the {moved.total} unpinnable pages out{then}"
-        return f"the kernel pinned {count} unpinnable pages where they were{then}"
+            return f"the kernel moved {_pages(moved.total)} out of unpinnable memory {when}"
+        return f"this kernel pinned {_pages(count)} in place, in unpinnable memory, {when}"
     if moved:
         return f"the pages were shared after a fork, so the registration copied {moved.total} of them"
-    return f"this kernel pins {count} unpinnable pages in place although a pin is held on them"
+    return f"this kernel pins {_pages(count)} in place, in unpinnable memory, although a pin is held on them"
+
+
+def _pages(count: int) -> str:
+    return "1 page" if count == 1 else f"{count} pages"
 
 
 def _controls(
@@ -553,7 +557,8 @@ def _control_flaw(case: Case, changed: str, main: Case | None) -> str:
     if variable == "pin" and value == "none":
         if case.run.held(registration.seq, case.buffer.id):
             return "a pin was held in it"
-        return _unpinnable_flaw(case)
+        in_place = main is not None and main.registration.succeeded and bool(case.unpinnable)
+        return "" if in_place else _unpinnable_flaw(case)
     if variable == "place" and value == "ordinary":
         if not registration.spans <= before.placed("ordinary"):
             return "its pages were not provably ordinary"
