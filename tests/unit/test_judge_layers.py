@@ -184,6 +184,21 @@ CASES: dict[str, tuple[Record, tuple[str, str]]] = {
         failed("EINVAL", returns(("rxe_reg_user_mr", -22)) | {"status": "spoiled", "why": "overrun"}),
         ("unknown", "missing"),
     ),
+    "only failures of GUP are in sight": (
+        failed(
+            "EINVAL",
+            returns(("rxe_reg_user_mr", -22)) | {"probed": [], "probed_failures": ["pin_user_pages_fast"]},
+        ),
+        ("unknown", "missing"),
+    ),
+    "all in sight": (
+        failed(
+            "EINVAL",
+            returns(("rxe_reg_user_mr", -22))
+            | {"probed": ["pin_user_pages_fast", "pin_user_pages", "ib_umem_get"], "probed_failures": []},
+        ),
+        ("mkey", "inferred"),
+    ),
     "GUP cannot be seen": (
         failed(
             "EINVAL",
@@ -302,7 +317,7 @@ def test_a_wait_that_nothing_ends() -> None:
     ):
         builder = Builder()
         builder.begin("vanishing", contract="none", controls={}, needs=("lab",))
-        builder.end("blocked", **({"stack": stack} if stack else {}))
+        builder.end("blocked", **({"where": stack} if stack else {}))
         verdict = judge_record(builder.done())["verdicts"][0]
         assert verdict["verdict"] == due
         assert verdict["layer"] == ("device" if due == "other-failure" else None)

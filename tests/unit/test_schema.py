@@ -113,7 +113,9 @@ def test_every_header_key_is_required(key: str, line_schema: Any) -> None:
         {"evidence": {"pages": {"value": 8, "how": "guessed", "source": ""}}},
     ],
 )
-def test_verdicts_that_contradict_themselves_are_refused(change: dict[str, Any], verdicts_schema: Any) -> None:
+def test_verdicts_that_contradict_themselves_are_refused(
+    change: dict[str, Any], verdicts_schema: Any
+) -> None:
     verdicts = judge_record(build.reproduced_record())
     verdicts["verdicts"][0] |= change
     assert not verdicts_schema.is_valid(verdicts)

@@ -44,6 +44,9 @@ def gather(facts: Facts, run: Pass, registration: Registration | None, layer: La
     found["registrar"] = _registrar(facts, registration)
     found.update(_pages(case))
     found["pins"] = _pins(case)
+    calls = [{"pin": pin.id, **call} for pin in case.held for call in pin.trace.gup_calls]
+    if calls:
+        found["pin_flags"] = _item(calls, OBSERVED, "the kernel's own trace of the pin")
     found["trace"] = _trace(registration)
     found["release"] = _release(case)
     contracts = {

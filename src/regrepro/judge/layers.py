@@ -246,7 +246,8 @@ def dma_buf(call: Call) -> Layer | None:
         source = "ib_umem_dmabuf_get_with_dma_device, drivers/infiniband/core/umem_dmabuf.c"
         return Layer("dma-buf", f"the dma-buf could not be attached or mapped ({failed})", "observed", source)
     if reg.errno == "EOPNOTSUPP" and not trace.driver():
-        how = "observed" if trace.absent(fn.DMABUF) else "inferred"
+        seen = trace.failed(fn.DMABUF_HANDLER) == EOPNOTSUPP or trace.absent(fn.DMABUF)
+        how = "observed" if trace.complete and seen else "inferred"
         return Layer("dma-buf", "the provider or the driver has no dma-buf support", how, source)
     if reg.errno == "EBADF":
         return Layer("dma-buf", "the descriptor is no open dma-buf", "inferred", source)
@@ -543,7 +544,7 @@ def blocked_in_device(run: Pass) -> Layer | None:
     end = run.end or {}
     if end.get("outcome") != "blocked":
         return None
-    stack = end.get("stack", end.get("wchan", ""))
+    stack = end.get("where") or ""
     text = " ".join(str(frame) for frame in stack) if isinstance(stack, list) else str(stack)
     if re.search(
         r"ib_uverbs_remove_one|ib_unregister_device|disable_device|rxe_dellink|remove_client_context", text

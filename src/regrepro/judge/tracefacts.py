@@ -15,13 +15,12 @@ GUP_INNER = ("__gup_longterm_locked", "__get_user_pages", *GUP)
 UMEM = ("__ib_umem_get_va", "ib_umem_get")
 DMABUF = (
     "ib_umem_dmabuf_get_with_dma_device",
-    "ib_umem_dmabuf_get_pinned_with_dma_device",
-    "ib_umem_dmabuf_get_pinned",
     "ib_umem_dmabuf_get",
     "ib_umem_dmabuf_map_pages",
     "dma_buf_get",
     "dma_buf_dynamic_attach",
 )
+DMABUF_HANDLER = ("ib_uverbs_handler_UVERBS_METHOD_REG_DMABUF_MR",)
 DMA_MAP = ("dma_map_sgtable", "ib_dma_map_sgtable_attrs", "dma_map_sg_attrs", "__dma_map_sg_attrs")
 SG_TABLE = ("sg_alloc_append_table_from_pages", "__sg_alloc_table_from_pages")
 MKEY = (
@@ -67,6 +66,8 @@ class Trace:
     migrations: list[Migration] = field(default_factory=list)
     missing: dict[str, str] = field(default_factory=dict)
     probed: frozenset[str] | None = None
+    probed_failures: frozenset[str] = frozenset()
+    gup_calls: list[dict[str, Any]] = field(default_factory=list)
     tree: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -84,24 +85,24 @@ class Trace:
         return [value for name, value in self.returns if DRIVER.match(name)]
 
     def absent(self, names: Iterable[str]) -> bool:
-        """Whether these functions were provably not called: nothing lost, all in sight, none seen.
-
-        With `probed` in the record what it lists was in sight; without it, what `missing` does not list.
-        """
+        """Whether none of these functions was called: nothing lost, every return in sight, none seen."""
         names = tuple(names)
-        return self.complete and not self.of(names) and self._in_sight(names)
+        if not self.complete or self.of(names):
+            return False
+        if self.probed is not None:
+            return self.probed.issuperset(names)
+        return not any(self.hidden(name) for name in names)
 
     def fine(self, names: Iterable[str]) -> bool:
-        """Whether these functions provably did not fail: nothing lost, one of them in sight, no errno seen.
+        """Whether none of these functions failed: nothing lost, failures of one of them in sight, none seen.
 
-        A tracer may record failures only, so that no event is no failure.
+        They are names that one function has had, or do one job.
         """
         names = tuple(names)
-        return self.complete and self.failed(names) is None and self._in_sight(names)
-
-    def _in_sight(self, names: tuple[str, ...]) -> bool:
+        if not self.complete or self.failed(names) is not None:
+            return False
         if self.probed is not None:
-            return any(name in self.probed for name in names)
+            return any(name in self.probed | self.probed_failures for name in names)
         # A tracer names a missing function by the newest of its names, and none that it found by another.
         return not any(self.hidden(name) for name in names)
 
@@ -152,6 +153,7 @@ def _fill(trace: Trace, value: Mapping[str, Any]) -> str:
             if ret is None:
                 continue  # a function that returns nothing, or one seen at its entry
             trace.returns.append((name, ret))
+            _note_gup_call(trace, name, ret, event)
             if name == "migrate_pages":
                 # The tracepoint lies within the function, so it comes right before the return.
                 within = seen[-1] if seen and seen[-1].returned is None else None
@@ -178,12 +180,41 @@ def _fill(trace: Trace, value: Mapping[str, Any]) -> str:
     for item in missing if isinstance(missing, list) else []:
         if isinstance(item, Mapping) and isinstance(item.get("fn"), str):
             trace.missing[item["fn"]] = item["why"] if isinstance(item.get("why"), str) else ""
-    probed = value.get("probed")
-    if isinstance(probed, list):
-        trace.probed = frozenset(name for name in probed if isinstance(name, str))
+    if isinstance(value.get("probed"), list):
+        trace.probed = _names(value["probed"])
+        trace.probed_failures = _names(value.get("probed_failures"))
     tree = value.get("tree")
     trace.tree = [dict(node) for node in tree if isinstance(node, Mapping)] if isinstance(tree, list) else []
     return spoiled
+
+
+def _names(value: object) -> frozenset[str]:
+    return (
+        frozenset(name for name in value if isinstance(name, str)) if isinstance(value, list) else frozenset()
+    )
+
+
+def _note_gup_call(trace: Trace, name: str, ret: int, event: Mapping[str, Any]) -> None:
+    """Keep what a call that took references to user pages asked for: its flags, decoded for this kernel."""
+    args = event.get("args")
+    flags = args.get("flags") if isinstance(args, Mapping) else None
+    if not name.endswith(("user_pages", "user_pages_fast", "user_pages_remote", "user_pages_unlocked")):
+        return
+    if not isinstance(flags, list):
+        return
+    names = [flag for flag in flags if isinstance(flag, str)]
+    frames = [event.get("caller"), *(event["stack"] if isinstance(event.get("stack"), list) else [])]
+    found = [re.search(r"\[(\w+)\]$", frame) for frame in frames if isinstance(frame, str)]
+    trace.gup_calls.append(
+        {
+            "fn": name,
+            "flags": names,
+            "longterm": "FOLL_LONGTERM" in names,
+            "caller": event["caller"] if isinstance(event.get("caller"), str) else None,
+            "modules": list(dict.fromkeys(match[1] for match in found if match)),
+            "ret": ret,
+        }
+    )
 
 
 def _for_a_pin(tracepoint: Migration | None, caller: object) -> bool:

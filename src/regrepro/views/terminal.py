@@ -216,6 +216,7 @@ def _proof(item: Mapping[str, Any], width: int) -> list[Line]:
     for label, text in (
         ("placement", _placement(evidence)),
         ("pin", _pin(evidence)),
+        ("flags", _flags(evidence)),
         ("references", _references(evidence)),
         ("movement", _movement(evidence)),
         ("registrar", _registrar(evidence)),
@@ -321,6 +322,17 @@ def _pin(evidence: Mapping[str, Any]) -> str:
     return "; ".join(parts) + (
         " (a stand-in for the driver's pin)" if _how(evidence, "pins") == "stand-in" else ""
     )
+
+
+def _flags(evidence: Mapping[str, Any]) -> str:
+    """What each pin asked the kernel for, as the kernel saw it; calls of one kind are told once."""
+    texts: dict[str, None] = {}
+    for call in _items(_value(evidence, "pin_flags")):
+        flags = "|".join(str(flag) for flag in _list(call.get("flags"))) or "no flags"
+        modules = ", ".join(str(name) for name in _list(call.get("modules")))
+        by = f" by [{modules}]" if modules else f" from {call['caller']}" if call.get("caller") else ""
+        texts[f"{call.get('fn')}({flags}){by}"] = None
+    return "; ".join(texts) + " (seen by the kernel's trace)" if texts else ""
 
 
 def _counts(value: object) -> str:
