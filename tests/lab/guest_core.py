@@ -390,7 +390,7 @@ def other_arguments(pd: verbs.ProtectionDomain) -> None:
     access = verbs.ACCESS["LOCAL_WRITE"]
     with memory.Range.anonymous(16 * PAGE) as buffer:
         for name, call in {
-            "length 0": lambda: pd.reg_mr_iova2(buffer.address, 0, buffer.address, access),
+            "length 0, unaligned": lambda: pd.reg_mr_iova2(buffer.address + 1, 0, buffer.address + 1, access),
             "unaligned": lambda: pd.reg_mr_iova2(buffer.address + 123, 4567, buffer.address + 123, access),
             "iova of its own": lambda: pd.reg_mr_iova2(buffer.address, PAGE, 0x1000, access),
         }.items():
@@ -399,6 +399,7 @@ def other_arguments(pd: verbs.ProtectionDomain) -> None:
             region.dereg()
             region.dereg()
         for name, call in {
+            "length 0, aligned": lambda: pd.reg_mr_iova2(buffer.address, 0, buffer.address, access),
             "2^43 bytes": lambda: pd.reg_mr_iova2(buffer.address, 1 << 43, buffer.address, access),
             "2^46 bytes": lambda: pd.reg_mr_iova2(buffer.address, 1 << 46, buffer.address, access),
             "2^64 - 1 bytes": lambda: pd.reg_mr_iova2(buffer.address, (1 << 64) - 1, buffer.address, access),
