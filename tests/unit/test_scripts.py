@@ -55,7 +55,7 @@ def test_each_script_explains_itself_without_setting_anything_up(path: Path, tmp
         [str(path), "--help"], capture_output=True, text=True, check=False, timeout=20, cwd=tmp_path
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"Usage: scripts/{path.name}")
+    assert done.stdout.lower().startswith(f"usage: scripts/{path.name}")
     assert "Installing" not in done.stdout + done.stderr
     assert max(map(len, done.stdout.splitlines())) <= 120
 
