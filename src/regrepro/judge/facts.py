@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from regrepro.judge.pagestate import PageState, read_page_state, whole_number
+from regrepro.judge.pagestate import PageState, StateReader, whole_number
 from regrepro.judge.spans import Spans
 from regrepro.judge.tracefacts import Trace, read_trace
 
@@ -198,6 +198,7 @@ class Facts:
     run_outcome: str | None
     problems: list[str]
     unknown_events: dict[str, int]
+    read_state: StateReader = field(default_factory=StateReader, repr=False)
 
     @property
     def node(self) -> Mapping[str, Any]:
@@ -383,11 +384,11 @@ def _of_a_pass(current: Pass, facts: Facts, kind: str, seq: int, event: Mapping[
     elif kind == "buffer":
         _buffer(current, facts, seq, event)
     elif kind == "pin":
-        _pin(current, seq, event)
+        _pin(current, facts, seq, event)
     elif kind == "register":
-        _register(current, seq, event)
+        _register(current, facts, seq, event)
     elif kind == "release":
-        _release(current, seq, event)
+        _release(current, facts, seq, event)
     elif kind == "deregister":
         number = _number(event, "registration")
         for made in current.registrations:
@@ -416,7 +417,7 @@ def _buffer(current: Pass, facts: Facts, seq: int, event: Mapping[str, Any]) -> 
         event.get("place"),
         _text(event.get("placed")),
         _text(event.get("vma")),
-        read_page_state(event.get("pages"), f"buffer (seq {seq})", current.problems),
+        facts.read_state(event.get("pages"), f"buffer (seq {seq})", current.problems),
         _text_or_none(event.get("stand_in")),
     )
     if made.id in current.buffers:
@@ -425,14 +426,14 @@ def _buffer(current: Pass, facts: Facts, seq: int, event: Mapping[str, Any]) -> 
 
 
 def _states(
-    current: Pass, kind: str, seq: int, event: Mapping[str, Any]
+    current: Pass, facts: Facts, kind: str, seq: int, event: Mapping[str, Any]
 ) -> tuple[PageState | None, PageState | None]:
-    before = read_page_state(event.get("before"), f"before of {kind} (seq {seq})", current.problems)
-    after = read_page_state(event.get("after"), f"after of {kind} (seq {seq})", current.problems)
+    before = facts.read_state(event.get("before"), f"before of {kind} (seq {seq})", current.problems)
+    after = facts.read_state(event.get("after"), f"after of {kind} (seq {seq})", current.problems)
     return before, after
 
 
-def _pin(current: Pass, seq: int, event: Mapping[str, Any]) -> None:
+def _pin(current: Pass, facts: Facts, seq: int, event: Mapping[str, Any]) -> None:
     number, buffer = _number(event, "pin"), _number(event, "buffer")
     if number in current.pins:
         raise _Malformed(f"pin {number} is there already")
@@ -452,7 +453,7 @@ def _pin(current: Pass, seq: int, event: Mapping[str, Any]) -> None:
         if offset is None or length is None or offset < 0 or length < 0:
             raise _Malformed("its range is malformed")
         pieces.append(target.pages(target.address + offset, length))
-    before, after = _states(current, "pin", seq, event)
+    before, after = _states(current, facts, "pin", seq, event)
     current.pins[number] = Pin(
         number,
         seq,
@@ -469,7 +470,7 @@ def _pin(current: Pass, seq: int, event: Mapping[str, Any]) -> None:
     )
 
 
-def _register(current: Pass, seq: int, event: Mapping[str, Any]) -> None:
+def _register(current: Pass, facts: Facts, seq: int, event: Mapping[str, Any]) -> None:
     buffer = _number(event, "buffer") if event.get("buffer") is not None else 0
     address, length = whole_number(event.get("address")), whole_number(event.get("length"))
     access = event.get("access")
@@ -480,7 +481,7 @@ def _register(current: Pass, seq: int, event: Mapping[str, Any]) -> None:
         if number is None or number in alive or not {"alive_before", "alive_after"} <= set(item):
             raise _Malformed("its list of pins is malformed")
         alive[number] = (_flag(item.get("alive_before")), _flag(item.get("alive_after")))
-    before, after = _states(current, "register", seq, event)
+    before, after = _states(current, facts, "register", seq, event)
     target = current.buffers.get(buffer)
     spans = Spans()
     if target is not None and address is not None and length is not None and length > 0:
@@ -510,7 +511,7 @@ def _register(current: Pass, seq: int, event: Mapping[str, Any]) -> None:
     )
 
 
-def _release(current: Pass, seq: int, event: Mapping[str, Any]) -> None:
+def _release(current: Pass, facts: Facts, seq: int, event: Mapping[str, Any]) -> None:
     pin = current.pins.get(_number(event, "pin"))
     if pin is None:
         raise _Malformed("it names no pin")
@@ -521,5 +522,5 @@ def _release(current: Pass, seq: int, event: Mapping[str, Any]) -> None:
         _errno(event),
         _flag(event.get("was_alive")),
         (event.get("checksum_before"), event.get("checksum_after")),
-        read_page_state(event.get("after"), f"release (seq {seq})", current.problems),
+        facts.read_state(event.get("after"), f"release (seq {seq})", current.problems),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -30,7 +31,7 @@ def whole_number(value: object) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-@dataclass
+@dataclass(eq=False)
 class PageState:
     """A buffer's pages at one moment. Runs are `(first, end, value)`; for `pfn` the value is the difference
     of PFN and page index, so that equal values on one page mean the same PFN.
@@ -44,8 +45,9 @@ class PageState:
     how: str = "observed"
     source: str = ""
     problems: list[str] = field(default_factory=list)
+    _compared: dict[int, tuple[PageState, Spans, Spans]] = field(default_factory=dict, repr=False)
 
-    @property
+    @cached_property
     def present(self) -> Spans:
         """The pages that have a PFN."""
         return Spans.of((first, end) for first, end, _ in self.pfn)
@@ -54,7 +56,7 @@ class PageState:
         """The pages in any of these places."""
         return Spans.of((first, end) for first, end, name in self.place if name in names)
 
-    @property
+    @cached_property
     def unpinnable(self) -> Spans:
         """The present pages from which Linux refuses a long-term pin."""
         return self.placed(*UNPINNABLE) & self.present
@@ -75,11 +77,25 @@ class PageState:
 
     def unmoved(self, later: PageState) -> Spans:
         """The pages that have the same PFN in a later state."""
-        return Spans.of((a, b) for a, b, old, new in together(self.pfn, later.pfn) if old == new)
+        return self._compare(later)[1]
 
     def moved(self, later: PageState) -> Spans:
         """The pages that have another PFN in a later state. Pages absent in either are in neither set."""
-        return Spans.of((a, b) for a, b, old, new in together(self.pfn, later.pfn) if old != new)
+        return self._compare(later)[2]
+
+    def _compare(self, later: PageState) -> tuple[PageState, Spans, Spans]:
+        """Compare the PFNs of two states once; every rule asks again."""
+        if id(later) not in self._compared:
+            same: list[tuple[int, int]] = []
+            other: list[tuple[int, int]] = []
+            if later is self:
+                same = [(first, end) for first, end, _ in self.pfn]
+            else:
+                for first, end, old, new in together(self.pfn, later.pfn):
+                    (same if old == new else other).append((first, end))
+            # The later state is kept, so that its id stays its own.
+            self._compared[id(later)] = (later, Spans.of(same), Spans.of(other))
+        return self._compared[id(later)]
 
     def excess(self, cached: int) -> list[Run[int]]:
         """References beyond those that are due, where that is known.
@@ -121,6 +137,23 @@ def where(runs: list[Run[int]], test: Callable[[int], bool]) -> Spans:
     return Spans.of((first, end) for first, end, value in runs if test(value))
 
 
+class StateReader:
+    """Reads page states of a record, each once: large ones stand in it once and are referred to."""
+
+    def __init__(self) -> None:
+        self._read: dict[int, tuple[object, PageState | None, list[str]]] = {}
+
+    def __call__(self, value: object, what: str, problems: list[str]) -> PageState | None:
+        """As `read_page_state`."""
+        if id(value) not in self._read:
+            found: list[str] = []
+            # The value is kept, so that its id stays its own.
+            self._read[id(value)] = (value, read_page_state(value, what, found), found)
+        _, state, found = self._read[id(value)]
+        problems += found
+        return state
+
+
 def read_page_state(value: object, what: str, problems: list[str]) -> PageState | None:
     """Read a page state of docs/record.md. What is malformed is told in `problems` and counts as unknown."""
     if value is None:
@@ -138,12 +171,11 @@ def read_page_state(value: object, what: str, problems: list[str]) -> PageState 
         problems.append(f"{what} has no PFNs")
         return None
     for run in given:
-        numbers = [whole_number(item) for item in run] if isinstance(run, list) else []
-        if len(numbers) != 3 or None in numbers:
+        # `type` and not `isinstance`: a bool is no number, and a buffer may have a million runs.
+        if type(run) is not list or len(run) != 3 or any(type(item) is not int for item in run):
             problems.append(f"{what} has a malformed run of PFNs")
             return None
-        first, pfn, count = (number for number in numbers if number is not None)
-        pfn_runs.append((first, first + count, pfn - first))
+        pfn_runs.append((run[0], run[0] + run[2], run[1] - run[0]))
     if not _well_formed(pfn_runs, pages):
         problems.append(f"{what} has runs of PFNs that overlap or lie outside of the buffer")
         return None
