@@ -4,11 +4,13 @@ a terminal.
 
 from __future__ import annotations
 
+import io
 import re
 import sys
 from typing import Any
 
 from regrepro.audit.findings import size
+from regrepro.views.lines import PLAIN_WIDTH, Line, emit, width_of, wrap
 
 _SIZES = ("total", "free", "available", "cma-total", "cma-free", "kho-scratch")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -103,38 +105,71 @@ def _device(device: dict[str, Any]) -> str:
 
 
 MARKS = {"exposed": "EXPOSED", "warning": "WARNING", "unknown": "UNKNOWN", "note": "note", "ok": "ok"}
+STYLES = {"exposed": "bold red", "warning": "yellow", "unknown": "magenta", "note": "", "ok": "green"}
+STATES = {
+    "exposed": ("EXPOSED", "bold red"),
+    "not-exposed": ("not exposed", "green"),
+    "unknown": ("cannot tell", "magenta"),
+}
+CLASSES = {"A": "class A, GPU buffers by peer memory", "B": "class B, host pages in unpinnable memory"}
+NAME_WIDTH = 30
+INDENT = " " * 10
+
+
+def layout(result: dict[str, Any], width: int, *, with_facts: bool = True) -> list[Line]:
+    """Lay the audit out: facts, what the driver asks for, findings, verdict."""
+    lines: list[Line] = []
+    if with_facts:
+        lines += [[(f"Facts of {clean(result['where'])}", "bold")], []]
+        for group in dict.fromkeys(fact["group"] for fact in result["facts"]):
+            lines.append([(f"  {group}", "bold")])
+            for fact in result["facts"]:
+                if fact["group"] == group:
+                    lines += _fact(fact, width)
+            lines.append([])
+    lines += [line for text in driver_lines(result["driver"]) for line in wrap(text, width, "    ", first="")]
+    lines += [[], [("Findings", "bold")]]
+    for finding in result["findings"]:
+        lines.append([])
+        mark = f"{MARKS[finding['severity']]:<{len(INDENT) - 2}}"
+        title = wrap(clean(finding["title"]), width, INDENT, first=INDENT, style="bold")
+        lines.append(
+            [("  ", ""), (mark, STYLES[finding["severity"]]), (title[0][0][0][len(INDENT) :], "bold")]
+        )
+        lines += title[1:]
+        lines += wrap(clean(finding["explanation"]), width, INDENT)
+        if finding["severity"] in ("exposed", "warning", "unknown"):
+            for item in finding["evidence"]:
+                text = "- " + clean(shorten(evidence_text(item), 400))
+                lines += wrap(text, width, INDENT + "  ", first=INDENT, style="dim")
+        if finding["fix"]:
+            lines += wrap("what to do: " + clean(finding["fix"]), width, INDENT)
+    lines += [[], [("Verdict", "bold")]]
+    for one in result["exposure"]:
+        words, style = STATES[one["state"]]
+        lines.append([(f"  {CLASSES[one['class']]}: ", ""), (words, style)])
+        lines += wrap(clean(one["reason"]), width, INDENT)
+    return lines
+
+
+def _fact(fact: dict[str, Any], width: int) -> list[Line]:
+    name = fact["name"] + (" ~" if fact["how"] == "inferred" else "")
+    style = "dim" if fact["value"] is None else ""
+    text = f"{clean(shorten(value_text(fact), 500))}  [{clean(fact['source'])}]"
+    first = f"    {name:<{NAME_WIDTH - 4}} "
+    return wrap(text, width, " " * (NAME_WIDTH + 1), first=first, style=style)
 
 
 def plain(result: dict[str, Any], *, with_facts: bool = True) -> str:
     """Write the audit as text that reads anywhere."""
-    lines: list[str] = []
-    if with_facts:
-        lines.append(f"Facts of {result['where']}")
-        group = ""
-        for fact in result["facts"]:
-            if fact["group"] != group:
-                group = fact["group"]
-                lines += ["", f"  {group}"]
-            mark = "~" if fact["how"] == "inferred" else " "
-            text = clean(shorten(value_text(fact), 400))
-            lines.append(f"   {mark}{fact['name']:<28} {text}  [{clean(fact['source'])}]")
-        lines.append("")
-    lines += driver_lines(result["driver"])
-    lines += ["", "Findings"]
-    for finding in result["findings"]:
-        lines += ["", f"  {MARKS[finding['severity']]:<8} {clean(finding['title'])}"]
-        lines.append(f"           {clean(finding['explanation'])}")
-        for item in finding["evidence"]:
-            if finding["severity"] in ("exposed", "warning", "unknown"):
-                lines.append(f"           - {clean(shorten(evidence_text(item), 300))}")
-        if finding["fix"]:
-            lines.append(f"           what to do: {clean(finding['fix'])}")
-    lines += ["", "Verdict"]
-    for one in result["exposure"]:
-        words = {"exposed": "EXPOSED", "not-exposed": "not exposed", "unknown": "cannot tell"}[one["state"]]
-        name = {"A": "A, GPU buffers by peer memory", "B": "B, host pages in unpinnable memory"}[one["class"]]
-        lines.append(f"  class {name}: {words}: {clean(one['reason'])}")
-    return "\n".join(lines) + "\n"
+    out = io.StringIO()
+    emit(layout(result, PLAIN_WIDTH, with_facts=with_facts), out)
+    return out.getvalue()
+
+
+def show(result: dict[str, Any], *, with_facts: bool = True) -> None:
+    """Print the audit: in colour on a terminal that has it, else plainly."""
+    emit(layout(result, width_of(sys.stdout), with_facts=with_facts))
 
 
 def evidence_text(item: dict[str, Any]) -> str:
@@ -143,6 +178,9 @@ def evidence_text(item: dict[str, Any]) -> str:
     if value is True or value is False or value is None:
         words = {True: "yes", False: "no", None: "not known"}[value]
         return f"{item['what']}: {words} ({item['source']})"
+    group, slash, name = item["what"].partition("/")
+    if slash and isinstance(value, (dict, list)):
+        value = value_text({"group": group, "name": name, "value": value, "why": ""})
     if isinstance(value, int) and ("cma" in item["what"].lower() or "shell" in item["what"]):
         value = size(value)
     return f"{item['what']}: {value} [{item['source']}]"
@@ -174,65 +212,3 @@ def driver_lines(driver: dict[str, Any]) -> list[str]:
     if driver["peermem"] and driver["peermem"]["value"]:
         lines.append(f"  nvidia-peermem: {driver['peermem']['value']} ({driver['peermem']['how']})")
     return lines
-
-
-def show(result: dict[str, Any], *, with_facts: bool = True) -> None:
-    """Print the audit: with rich on a terminal that has it, else plainly."""
-    if sys.stdout.isatty():
-        try:
-            _rich(result, with_facts=with_facts)
-            return
-        except ImportError:
-            pass
-    sys.stdout.write(plain(result, with_facts=with_facts))
-
-
-_STYLES = {"exposed": "bold red", "warning": "yellow", "unknown": "magenta", "note": "", "ok": "green"}
-
-
-def _rich(result: dict[str, Any], *, with_facts: bool) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    console = Console(highlight=False)
-    if with_facts:
-        table = Table(title=f"Facts of {result['where']}", title_justify="left", box=None, pad_edge=False)
-        for heading in ("group", "fact", "value", "read in"):
-            table.add_column(heading, overflow="fold")
-        group = ""
-        for fact in result["facts"]:
-            first = fact["group"] if fact["group"] != group else ""
-            group = fact["group"]
-            style = "dim" if fact["value"] is None else ""
-            table.add_row(
-                Text(first, "bold"),
-                Text(fact["name"] + (" ~" if fact["how"] == "inferred" else "")),
-                Text(clean(shorten(value_text(fact), 400)), style),
-                Text(clean(fact["source"]), "dim"),
-            )
-        console.print(table)
-        console.print()
-    for line in driver_lines(result["driver"]):
-        console.print(Text(line))
-    console.print()
-    table = Table(title="Findings", title_justify="left", box=None, pad_edge=False, padding=(0, 1, 1, 0))
-    table.add_column("")
-    table.add_column("", overflow="fold")
-    for finding in result["findings"]:
-        text = Text(clean(finding["title"]) + "\n", "bold")
-        text.append(clean(finding["explanation"]), "not bold")
-        if finding["severity"] in ("exposed", "warning", "unknown"):
-            for item in finding["evidence"]:
-                text.append("\n- " + clean(shorten(evidence_text(item), 300)), "not bold dim")
-        if finding["fix"]:
-            text.append("\nwhat to do: " + clean(finding["fix"]), "not bold")
-        table.add_row(Text(MARKS[finding["severity"]], _STYLES[finding["severity"]]), text)
-    console.print(table)
-    for one in result["exposure"]:
-        words = {"exposed": "EXPOSED", "not-exposed": "not exposed", "unknown": "cannot tell"}[one["state"]]
-        style = {"exposed": "bold red", "not-exposed": "green", "unknown": "magenta"}[one["state"]]
-        last = Text(f"class {one['class']}: ")
-        last.append(words, style)
-        last.append(f": {clean(one['reason'])}")
-        console.print(last)
