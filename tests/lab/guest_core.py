@@ -50,6 +50,8 @@ def errno_of(call: Callable[[], object]) -> str | None:
     try:
         call()
     except OSError as error:
+        if error.errno == errno.EOPNOTSUPP:
+            return "EOPNOTSUPP"  # errorcode calls it by its other name
         return errno.errorcode.get(error.errno or 0, str(error.errno))
     return None
 
@@ -165,14 +167,15 @@ def early_death() -> None:
         check("early death: and does so once", errno_of(pin.release) is None)
 
 
-def in_a_child(body: Callable[[int], None]) -> int:
+def in_a_child(body: Callable[[int], pins.HeldPin]) -> int:
     """Fork; the child runs body with a file descriptor to report ready on; return its id once it is ready."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         try:
             os.close(reader)
-            body(writer)
+            kept = body(writer)
+            os._exit(0 if kept.alive() else 8)
         finally:
             os._exit(7)
     os.close(writer)
@@ -192,18 +195,22 @@ def death_of_the_process(registrar: verbs.ProtectionDomain) -> None:
 
                 def hold(
                     writer: int, take: Callable[[int, int], pins.HeldPin] = take, how: str = how
-                ) -> None:
+                ) -> pins.HeldPin:
                     pin = take(buffer.address, buffer.length)
                     if pin.alive():
                         os.write(writer, b"r")
                     if how == "SIGKILL":
                         time.sleep(1000)
-                    time.sleep(0.2)
+                    return pin
 
                 child = in_a_child(hold)
                 if how == "SIGKILL":
                     os.kill(child, signal.SIGKILL)
-                os.waitpid(child, 0)
+                _, status = os.waitpid(child, 0)
+                ended = os.waitstatus_to_exitcode(status)
+                check(
+                    f"{owner}, {how} of the holder: it held to the end", ended == (0 if how == "exit" else -9)
+                )
                 check(f"{owner}, {how} of the holder: shared bytes unchanged", buffer.checksum() == before)
                 deadline = time.monotonic() + 20
                 while True:
