@@ -328,3 +328,42 @@ class FakeKernel:
         (self.folder / "meminfo").write_text(
             f"MemTotal:        2048000 kB\n{total}HugePages_Total:       0\n"
         )
+
+
+def write_kallsyms(
+    symbols: list[tuple[str, int]], at: int, form: str, base: int = 0xFFFFFFFF81000000
+) -> tuple[bytes, str]:
+    """Return the kernel's compressed symbol table, to lie at address `at`, and its lines of vmcoreinfo.
+
+    `form` is how offsets are kept: `self` (relative to the entry), `base`, or `percpu` (negative to the base).
+    """
+    # Token 0 stands for "mem_", token 1 for a name that needs two bytes of length; the others for themselves.
+    tokens = [b"mem_", b"x"] + [bytes([i]) for i in range(2, 256)]
+    tokens[0] = b"mem_"
+    table, index = b"", []
+    for token in tokens:
+        index.append(len(table))
+        table += (b"" if token == b"\0" else token) + b"\0"
+    names = b""
+    for name, _ in symbols:
+        text = b"T" + name.encode()
+        packed = text.replace(b"mem_", b"\0")
+        length = len(packed)
+        names += bytes([length] if length < 128 else [length & 0x7F | 0x80, length >> 7])
+        names += packed
+    pad = (-len(names)) % 8
+    names += bytes(pad)
+    places = {"num_syms": at, "relative_base": at + 8, "names": at + 16}
+    places["token_table"] = places["names"] + len(names)
+    places["token_index"] = places["token_table"] + len(table) + (-len(table)) % 8
+    places["offsets"] = places["token_index"] + 512
+    offsets = b""
+    for number, (_, address) in enumerate(symbols):
+        own = places["offsets"] + 4 * number
+        value = {"self": address - own, "base": address - base, "percpu": base - 1 - address}[form]
+        offsets += struct.pack("=i", value)
+    blob = struct.pack("=QQ", len(symbols), base) + names + table + bytes((-len(table)) % 8)
+    blob += struct.pack("=256H", *index) + offsets
+    if form == "self":
+        del places["relative_base"]
+    return blob, "".join(f"SYMBOL(kallsyms_{name})={place:x}\n" for name, place in places.items())

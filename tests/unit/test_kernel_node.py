@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+from kernel_fakes import write_kallsyms, write_kcore
 
 from regrepro.kernel import kallsyms, kcore, node
 
@@ -68,6 +69,49 @@ def test_kallsyms() -> None:
     )
     found = kallsyms.find_in(text, ["mem_section", "_text", "hidden", "nothing"])
     assert found == {"mem_section": 0xFFFFFFFF8F1F0040, "_text": 0xFFFFFFFF81000000}
+
+
+SYMBOLS = [
+    ("_text", 0xFFFFFFFF81000000),
+    ("init_uts_ns", 0xFFFFFFFF82000040),
+    ("mem_section", 0xFFFFFFFF82100000),
+    ("a_long_name_" + "x" * 200, 0xFFFFFFFF82200000),
+    ("cma_areas", 0xFFFFFFFF82300000),
+]
+
+
+@pytest.mark.parametrize("form", ["self", "base", "percpu"])
+def test_the_kernels_own_symbol_table(tmp_path: Path, form: str) -> None:
+    at = 0xFFFFFFFF81800000
+    blob, lines = write_kallsyms(SYMBOLS, at, form)
+    write_kcore(tmp_path / "kcore", [(at, blob)], lines + "SYMBOL(init_uts_ns)=ffffffff82000040\n")
+    with kcore.Kcore(tmp_path / "kcore") as opened:
+        found = kallsyms.find(["mem_section", "cma_areas", SYMBOLS[3][0], "nothing"], opened)
+    assert found == dict(SYMBOLS[2:])
+
+
+def test_a_symbol_table_whose_witness_is_elsewhere_is_not_believed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at = 0xFFFFFFFF81800000
+    blob, lines = write_kallsyms(SYMBOLS, at, "base")
+    write_kcore(tmp_path / "kcore", [(at, blob)], lines + "SYMBOL(init_uts_ns)=ffffffff82000041\n")
+    (tmp_path / "kallsyms").write_text("ffffffff82100008 B mem_section\n")
+    monkeypatch.setattr(kallsyms, "KALLSYMS", tmp_path / "kallsyms")
+    with kcore.Kcore(tmp_path / "kcore") as opened:
+        assert kallsyms.find_in_kcore(opened, ["mem_section"]) is None
+        assert kallsyms.find(["mem_section"], opened) == {"mem_section": 0xFFFFFFFF82100008}
+
+
+@pytest.mark.parametrize("cut", [20, 100, 400])
+def test_a_damaged_symbol_table_is_not_believed(tmp_path: Path, cut: int) -> None:
+    at = 0xFFFFFFFF81800000
+    blob, lines = write_kallsyms(SYMBOLS, at, "base")
+    blob = blob[:cut] + b"\xff" * 40 + blob[cut + 40 :]
+    write_kcore(tmp_path / "kcore", [(at, blob)], lines + "SYMBOL(init_uts_ns)=ffffffff82000040\n")
+    with kcore.Kcore(tmp_path / "kcore") as opened:
+        found = kallsyms.find_in_kcore(opened, ["cma_areas"])
+    assert found in (None, {"cma_areas": 0xFFFFFFFF82300000})
 
 
 def test_kcore_of_something_else_is_refused(tmp_path: Path) -> None:

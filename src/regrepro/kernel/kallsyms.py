@@ -1,15 +1,37 @@
-"""Addresses of kernel symbols, from /proc/kallsyms.
+"""Addresses of kernel symbols.
 
-The file has hundreds of thousands of lines that the kernel formats one by one; it is read once and searched
-as bytes.
+The kernel formats /proc/kallsyms line by line, hundreds of thousands of them. Where /proc/kcore is open, its
+compressed table is searched instead (scripts/kallsyms.c), which also works where kernel.kptr_restrict hides
+addresses; symbols that vmcoreinfo names prove that the table was read rightly.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterable
 from pathlib import Path
 
+from regrepro._core import ffi, lib
+from regrepro.kernel.kcore import Kcore, KcoreError
+
 KALLSYMS = Path("/proc/kallsyms")
+
+# Symbols whose addresses vmcoreinfo has on every kernel (kernel/vmcore_info.c).
+_WITNESSES = ("init_uts_ns", "node_online_map", "swapper_pg_dir")
+
+
+def find(names: Iterable[str], kcore: Kcore | None = None) -> dict[str, int]:
+    """Look symbols up in the running kernel, in its own table if `kcore` is given and shows it.
+
+    A name is missing where the kernel has no such symbol or hides addresses (kernel.kptr_restrict). Raises
+    OSError when /proc/kallsyms is needed and cannot be read.
+    """
+    wanted = list(names)
+    if kcore is not None:
+        found = find_in_kcore(kcore, wanted)
+        if found is not None:
+            return found
+    return find_in(KALLSYMS.read_bytes(), wanted)
 
 
 def find_in(text: bytes, names: Iterable[str]) -> dict[str, int]:
@@ -29,10 +51,65 @@ def find_in(text: bytes, names: Iterable[str]) -> dict[str, int]:
     return found
 
 
-def find(names: Iterable[str]) -> dict[str, int]:
-    """Look symbols up in the running kernel.
+def find_in_kcore(kcore: Kcore, names: list[str]) -> dict[str, int] | None:
+    """Search the kernel's own table. None where it is not shown or not of a form that is known here."""
+    parts = ("names", "num_syms", "token_table", "token_index", "offsets")
+    at = {part: kcore.symbol(f"kallsyms_{part}") for part in parts}
+    witnesses = {name: address for name in _WITNESSES if (address := kcore.symbol(name)) is not None}
+    table, first = at["token_table"], at["names"]
+    if (
+        any(address is None for address in at.values())
+        or not witnesses
+        or not table
+        or not first
+        or table < first
+    ):
+        return None
+    wanted = [*witnesses, *names]
+    try:
+        compressed = kcore.read(first, table - first)
+        tokens = kcore.read(table, max((at["token_index"] or 0) - table, 0))
+        index = kcore.read(at["token_index"] or 0, 512)
+        symbols = kcore.u32(at["num_syms"] or 0)
+        keep = [ffi.new("char[]", name.encode()) for name in wanted]
+        numbers = ffi.new("int64_t[]", len(wanted))
+        error = lib.rr_kallsyms_find(
+            ffi.from_buffer("uint8_t[]", compressed),
+            len(compressed),
+            ffi.from_buffer("char[]", tokens),
+            len(tokens),
+            ffi.cast("uint16_t *", ffi.from_buffer(index)),
+            symbols,
+            ffi.new("char *[]", keep),
+            len(wanted),
+            numbers,
+        )
+        if error:
+            return None
+        base_at = kcore.symbol("kallsyms_relative_base")
+        base = None if base_at is None else kcore.u64(base_at)
+        places = {}
+        for name, number in zip(wanted, numbers, strict=True):
+            if number >= 0:
+                offset_at = (at["offsets"] or 0) + 4 * int(number)
+                places[name] = (offset_at, struct.unpack("=i", kcore.read(offset_at, 4))[0])
+    except (KcoreError, OSError):
+        return None
+    for form in range(3):
+        found = {name: _address(form, *place, base) for name, place in places.items()}
+        if all(found.get(name) == address for name, address in witnesses.items()):
+            return {name: address for name in names if (address := found.get(name)) is not None}
+    return None
 
-    A name is missing where the kernel has no such symbol or hides addresses (kernel.kptr_restrict).
-    Raises OSError when the file cannot be read at all.
+
+def _address(form: int, offset_at: int, offset: int, base: int | None) -> int | None:
+    """The address that an entry of kallsyms_offsets[] stands for, in the three forms that kernels have
+    had.
     """
-    return find_in(KALLSYMS.read_bytes(), names)
+    if form == 0:  # relative to the entry itself
+        return offset_at + offset
+    if base is None:
+        return None
+    if form == 1:  # relative to a base
+        return base + (offset & 0xFFFFFFFF)
+    return offset if offset >= 0 else base - 1 - offset  # CONFIG_KALLSYMS_ABSOLUTE_PERCPU

@@ -297,7 +297,7 @@ class _Builder:
     def _read_cma_areas_of_kernel(self, kcore: Kcore, btf: Btf) -> None:
         """Read `cma_areas[]` (mm/cma.c): name, size and exact ranges."""
         try:
-            symbols = kallsyms.find(["cma_areas", "cma_area_count"])
+            symbols = kallsyms.find(["cma_areas", "cma_area_count"], kcore)
             size = btf.size("cma")
             if len(symbols) < 2 or not size:
                 return

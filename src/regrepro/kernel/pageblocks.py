@@ -179,7 +179,7 @@ def _section_root(kcore: Kcore, section_bits: int) -> tuple[int, bool]:
     address = kcore.symbol("mem_section")
     if address is not None and length is not None and physical is not None:
         return address, length < 1 << physical - section_bits
-    found = kallsyms.find(["mem_section"]).get("mem_section")
+    found = kallsyms.find(["mem_section"], kcore).get("mem_section")
     if found is None:
         raise KcoreError("the address of mem_section is hidden (kernel.kptr_restrict) and not in vmcoreinfo")
     # Without vmcoreinfo: 64-bit kernels with vmemmap are SPARSEMEM_EXTREME; the self-check finds any other.
