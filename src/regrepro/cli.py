@@ -40,6 +40,7 @@ _ROOMS = {
     "lab": ("regrepro.lab.commands", "lab"),
     "audit": ("regrepro.audit.commands", "audit"),
     "explain": ("regrepro.explain.commands", "explain"),
+    "compare": ("regrepro.compare.commands", "compare"),
 }
 
 

@@ -1,0 +1,35 @@
+"""`regrepro compare BEFORE AFTER`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import click
+
+from regrepro import judge
+from regrepro.compare.changes import compare as compare_runs
+from regrepro.compare.changes import exit_code
+from regrepro.record import read_record
+
+
+@click.command("compare")
+@click.argument("before", type=click.Path(path_type=Path))
+@click.argument("after", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="For programs.")
+@click.pass_context
+def compare(ctx: click.Context, before: Path, after: Path, as_json: bool) -> None:
+    """Hold two run directories side by side: what differs, which verdicts changed, what that proves.
+
+    Exit codes: 0 same or better, 10 worse, 125 cannot tell, 2 usage.
+    """
+    one, other = read_record(before), read_record(after)
+    found = compare_runs(one.header, judge.judge_record(one), other.header, judge.judge_record(other))
+    if as_json:
+        click.echo(json.dumps(found.as_json(), indent=2))
+    else:
+        from regrepro.views import comparison
+
+        comparison.show(found.as_json(), file=sys.stdout)
+    ctx.exit(exit_code(found))
