@@ -147,10 +147,11 @@ def gids(device: str, port: int = 1) -> list[Gid]:
         return found
     for entry in entries:
         try:
-            address = ipaddress.IPv6Address(entry.read_text(encoding="ascii").strip())
+            text = entry.read_text(encoding="ascii").strip()
+            if not text.strip("0:"):
+                continue  # an empty entry; most of a table of hundreds
+            address = ipaddress.IPv6Address(text)
         except (OSError, ValueError):
-            continue
-        if int(address) == 0:
             continue
         kind = _read(table / "gid_attrs" / "types" / entry.name)
         netdev = _read(table / "gid_attrs" / "ndevs" / entry.name)
