@@ -85,8 +85,8 @@ def _nccl(match: re.Match[str], line: str) -> Parsed | None:
 
 _NCCL = re.compile(
     r"[Cc]all to (?P<call>(?:ibv|mlx5dv|ionicdv|fi)_\w{1,40}) failed"
-    r"(?: with error (?P<error>[A-Z][\w /.'()-]{2,60}?)(?: errno "
-    '(?P<number>\\d{1,3}))?(?=\\s*$|\\s*[,;"\\\\]\\[(]|\\s{2}|\\.\\s|\\.$))?'
+    r"(?: with error (?P<error>[A-Z][\w /.'()-]{2,60}?)(?: errno (?P<number>\d{1,3}))?"
+    r"(?=\s*$|\s*[,;\"\\\]\[(]|\s{2}|\.\s|\.$))?"
 )
 
 
@@ -110,7 +110,7 @@ def _ucx(match: re.Match[str], line: str) -> Parsed:
     )
     limit = re.search(
         r"max locked memory[^(]{0,80}\(?(?:ulimit -l\)[^(]{0,40}\()?\s?current: (\d{1,20}) "
-        "kbytes",
+        r"kbytes",
         line,
     )
     if limit:
@@ -126,7 +126,8 @@ def _ucx(match: re.Match[str], line: str) -> Parsed:
 
 
 _UCX = re.compile(
-    rf"(?P<call>{REG_CALL})\((?P<arguments>[^()]{{0,300}})\)\s{{0,4}}failed\s?:\s{{0,4}}(?P<error>[A-Z][\w/ -]{{2,60}})"
+    rf"(?P<call>{REG_CALL})\((?P<arguments>[^()]{{0,300}})\)\s{{0,4}}failed\s?:\s{{0,4}}"
+    rf"(?P<error>[A-Z][\w/ -]{{2,60}})"
 )
 
 
@@ -154,7 +155,7 @@ def _ucx_register(match: re.Match[str], line: str) -> Parsed:
 
 _UCX_REGISTER = re.compile(
     r"[Ff]ailed to register address (?P<address>0x[0-9a-f]{1,16}) (?:\((?P<kind>[\w-]{1,20})\) |mem_type "
-    "bit (?P<bits>0x[0-9a-f]{1,8}) )?"
+    r"bit (?P<bits>0x[0-9a-f]{1,8}) )?"
     r"length (?P<length>\d{1,20})(?: dmabuf_fd -?\d{1,9})?(?: on md\[\d{1,3}\]=(?P<device>[\w.-]{1,40}))?"
 )
 
@@ -198,7 +199,7 @@ def _efa_hint(line: str) -> list[str]:
 
 _LIBFABRIC = re.compile(
     r":(?P<provider>[\w;]{2,30}):mr:(?P<function>\w{3,50})\(\):\d{1,6}<\w{3,6}>\s(?P<rest>(?:[Uu]nable to "
-    "(?:register|reg)\b|(?:fi|ibv)_\\w{1,30}|[Ff]ailed to reg|mr reg).{0,300})"
+    r"(?:register|reg)\b|(?:fi|ibv)_\w{1,30}|[Ff]ailed to reg|mr reg).{0,300})"
 )
 
 
@@ -226,11 +227,11 @@ def _plain_verb(match: re.Match[str], line: str) -> Parsed:
 _PLAIN_VERB = re.compile(
     rf"\b(?P<call>{REG_CALL})\b(?:\(\))?(?P<rest>(?:\s|:|,|=|-|\()(?!\w{{0,20}}success).{{0,120}}?"
     r"(?:fail|Fail|error|Error|ERROR|returned (?:NULL|null|-)|Cannot allocate|Bad address|Invalid "
-    "argument|not supported|not permitted|temporarily unavailable).{0,120})"
+    r"argument|not supported|not permitted|temporarily unavailable).{0,120})"
 )
 _VERB_AFTER = re.compile(
     rf"(?P<rest>(?:[Ff]ailed|[Ee]rror|ERROR|[Cc]ould "
-    f"?n[o']t|[Uu]nable)[^;]{{0,60}}?)\b(?P<call>{REG_CALL})\b(?P<tail>.{{0,160}})"
+    rf"?n[o']t|[Uu]nable)[^;]{{0,60}}?)\b(?P<call>{REG_CALL})\b(?P<tail>.{{0,160}})"
 )
 
 
@@ -347,7 +348,7 @@ def _cuda_pin(match: re.Match[str], line: str) -> Parsed:
     return Failure(
         "CUDA",
         match["call"],
-        errno_of(match["rest"]),
+        None,  # what CUDA reports is its own error, not an errno
         line[match.start() :],
         buffer=HOST,
         layer="cuda-pin",
@@ -356,7 +357,8 @@ def _cuda_pin(match: re.Match[str], line: str) -> Parsed:
 
 
 _CUDA_PIN = re.compile(
-    r"\b(?P<call>cudaHostRegister|cudaHostAlloc|cudaMallocHost|cuMemHostRegister(?:_v2)?|cuMemHostAlloc|cuMemAllocHost(?:_v2)?)\b"
+    r"\b(?P<call>cudaHostRegister|cudaHostAlloc|cudaMallocHost|cuMemHostRegister(?:_v2)?"
+    r"|cuMemHostAlloc|cuMemAllocHost(?:_v2)?)\b"
     r"(?P<rest>[^;]{0,160}?(?:fail|Fail|error|Error|ERROR|returned (?!0|cudaSuccess|CUDA_SUCCESS)).{0,160})"
 )
 
@@ -378,7 +380,7 @@ def _cuda_os(match: re.Match[str], line: str) -> Parsed:
 
 _CUDA_OS = re.compile(
     r"(?:Cuda failure|CUDA error).{0,40}?OS call failed or operation not supported on "
-    "this OS"
+    r"this OS"
 )
 
 
@@ -411,7 +413,7 @@ _REMARKS: tuple[_Rule, ...] = (
     (
         re.compile(
             r"(?:DMAR|iommu|arm-smmu)\b.{0,80}(?:[Aa]llocat\w{0,6} "
-            "(?:iova|domain).{0,20}fail|iova.{0,20}(?:fail|exhaust)|no iova)"
+            r"(?:iova|domain).{0,20}fail|iova.{0,20}(?:fail|exhaust)|no iova)"
         ),
         _remark("iova", "dma-map", "the IOMMU has no addresses left"),
     ),
@@ -422,7 +424,7 @@ _REMARKS: tuple[_Rule, ...] = (
     (
         re.compile(
             r"NVRM:.{0,200}(?:BAR1|bar1).{0,60}(?:exhaust|fail|insufficient|out "
-            "of)|NVRM:.{0,80}(?:out of|no more) BAR1"
+            r"of)|NVRM:.{0,80}(?:out of|no more) BAR1"
         ),
         _remark("bar1", "bar-map", "the driver ran out of BAR1"),
     ),
@@ -441,7 +443,7 @@ _REMARKS: tuple[_Rule, ...] = (
     (
         re.compile(
             r"\b(?:ibv_create_(?:cq|qp|srq)|ibv_alloc_pd)\b[^;]{0,80}failed: (?:Cannot allocate "
-            "memory)"
+            r"memory)"
         ),
         _remark(
             "other-verb",
@@ -473,7 +475,7 @@ RULES: tuple[_Rule, ...] = (
 NEEDLES: tuple[bytes, ...] = tuple(
     word.encode()
     for word in (
-        "reg_mr",
+        "_reg_mr",
         "dmabuf_mr",
         "fi_mr_reg",
         "mr_regattr",
@@ -497,13 +499,19 @@ NEEDLES: tuple[bytes, ...] = tuple(
         "Killed process",
         "page allocation failure",
         "swiotlb buffer",
-        "iova",
+        "locate iova",
+        "iova alloc",
+        "iova space",
+        "no iova",
         "NVRM: failed",
-        "BAR1",
+        "of BAR1",
+        "BAR1 space",
+        "BAR1 exhaust",
+        "BAR1 memory",
         "alloc failed",
         "GPU buffer",
         "cuMemAlloc()",
-        "ERRNO:",
+        "ERRNO: ",
     )
 )
 """Words that a line must hold to be looked at. Each rule above needs one of them."""

@@ -164,7 +164,7 @@ def errno_of(text: str) -> str | None:
             return str(name)
     match = re.search(
         r"(?:errno|error|err|status|ret "
-        "is|RC|rc)\\s?[:=(]?\\s?\\(?(-?\\d{1,3})\b|\\((-?\\d{1,3})\\)|:\\s?(-\\d{1,3})\b",
+        r"is|RC|rc)\s?[:=(]?\s?\(?(-?\d{1,3})\b|\((-?\d{1,3})\)|:\s?(-\d{1,3})\b",
         text,
     )
     if match:
