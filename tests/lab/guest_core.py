@@ -373,9 +373,9 @@ def registrations(pd: verbs.ProtectionDomain, expect_refusal: bool) -> None:
                 got = errno_of(register)
                 check(f"{owner} pin held, {name}: {want or 'success'}", got == want, f"errno {got}")
             moved = pfns(buffer.address, pages) != frames
+            should_move = owner == "io-uring" and expect_refusal
             check(
-                f"{owner} pin held: pages {'moved' if owner == 'io-uring' else 'did not move'}",
-                moved == (owner == "io-uring" and expect_refusal),
+                f"{owner} pin held: pages {'moved' if should_move else 'did not move'}", moved == should_move
             )
             check(f"{owner} pin is alive after the registrations", pin.alive())
             pin.release()
