@@ -127,7 +127,7 @@ class MemoryBlock:
             if left <= 0:
                 raise ReclaimFailed(
                     f"memory block {self.number} is {state} in zone {self.zone or 'none'}: "
-                    f"{os.strerror(why) if why else 'still busy'} for {limit:.0f} s"
+                    f"{_words(why) if why else 'still busy'}, for {limit:.0f} s"
                 )
             if state == "online":
                 why = self.change("offline", min(left, 5.0))
@@ -306,6 +306,10 @@ def _try(
     try:
         block.restore("online_kernel", limit=limit)
     except (ReclaimFailed, OSError):
-        return None, f"{os.strerror(error)}, and it could not be put back yet"  # the journal keeps it
+        return None, f"{_words(error)}, and it could not be put back yet"  # the journal keeps it
     journal.remove(entry)
-    return None, os.strerror(error)
+    return None, _words(error)
+
+
+def _words(error: int) -> str:
+    return "its pages were not free in time" if error == errno.ETIMEDOUT else os.strerror(error)
