@@ -14,6 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
+from regrepro.views import words
+
 Segment = tuple[str, str]
 Line = list[Segment]
 """A line as segments of text and a style (a style of rich's, or an empty string)."""
@@ -32,14 +34,6 @@ _HEADLINE = {
     "other-failure": "A registration or a pin failed, but not by this bug",
     "undecided": "Undecided: something could not be met, proven or run",
     "not-reproduced": "This bug was not reproduced",
-}
-_PLACES = {
-    "cma": "in CMA",
-    "movable-zone": "in ZONE_MOVABLE",
-    "isolate": "in isolated pageblocks",
-    "ordinary": "in ordinary memory",
-    "unknown": "in a place not known",
-    "absent": "not present",
 }
 
 
@@ -78,19 +72,19 @@ def show_evidence(
     out = file if file is not None else sys.stdout
     columns = _width(out, width)
     lines = [_title(verdict), *_indented(str(verdict.get("reason", "")), columns, "  ")]
-    evidence = _mapping(verdict.get("evidence"))
+    evidence = words.mapping_of(verdict.get("evidence"))
     names = max((len(name) for name in evidence), default=0)
     for name, item in evidence.items():
-        value, how, source = (_mapping(item).get(key) for key in ("value", "how", "source"))
+        value, how, source = (words.mapping_of(item).get(key) for key in ("value", "how", "source"))
         if name == "trace" and isinstance(value, Mapping):
             value = {key: part for key, part in value.items() if key != "tree"}
-        text = f"{_plain(value)}  ({how}: {source})" if source else f"{_plain(value)}  ({how})"
+        text = f"{words.plain(value)}  ({how}: {source})" if source else f"{words.plain(value)}  ({how})"
         lines += _labelled(name, text, columns, names, style="dim" if how == "missing" else "")
     tree = _tree(evidence, columns)
     if tree:
         lines += [[], [("  the kernel's own path:", "bold")], *tree]
     lines += _checks(verdict, columns)
-    for control in _controls(verdict):
+    for control in words.controls(verdict):
         lines += _labelled("control", control, columns, names)
     _print(lines, out)
 
@@ -99,7 +93,7 @@ def show_evidence(
 
 
 def _whole(verdicts: Mapping[str, Any], header: Mapping[str, Any], run_dir: object, width: int) -> list[Line]:
-    items = _items(verdicts.get("verdicts"))
+    items = words.mappings_of(verdicts.get("verdicts"))
     lines: list[Line] = [[], *_head(header, width)]
     if not items:
         lines += [[("There is no verdict: the record holds no scenario.", "bold magenta")]]
@@ -109,12 +103,12 @@ def _whole(verdicts: Mapping[str, Any], header: Mapping[str, Any], run_dir: obje
             proof = _proof(item, width)
             if proof:
                 lines += [[], *proof]
-    stand_ins = _stand_ins(header, items)
+    stand_ins = words.stand_ins(header, items)
     if stand_ins:
         lines += [[], [("Stand-ins in this run", "bold")]]
         for text in stand_ins:
             lines += _indented(text, width, "  ")
-    problems = [str(text) for text in _list(verdicts.get("problems"))]
+    problems = [str(text) for text in words.list_of(verdicts.get("problems"))]
     if problems:
         lines += [[], [("What is wrong with the record", "bold magenta")]]
         for text in problems:
@@ -132,11 +126,11 @@ def _whole(verdicts: Mapping[str, Any], header: Mapping[str, Any], run_dir: obje
 
 
 def _head(header: Mapping[str, Any], width: int) -> list[Line]:
-    node = _mapping(header.get("node"))
+    node = words.mapping_of(header.get("node"))
     if not node:
         return [[("regrepro", "bold")]]
     where = f"{node.get('hostname') or 'unnamed node'}, Linux {node.get('kernel') or 'of unknown version'}"
-    lab = _mapping(header.get("lab"))
+    lab = words.mapping_of(header.get("lab"))
     if lab:
         where += f", in the lab ({lab.get('accel') or 'virtual machine'})"
     if node.get("nvidia_driver"):
@@ -193,7 +187,7 @@ def _table(items: Sequence[Mapping[str, Any]], width: int) -> list[Line]:
         lines += _indented(str(item.get("reason") or ""), width, "  ", style="" if fits else "dim")
         if item.get("as_declared") is False:
             lines += _indented(
-                f"not as declared: {_plain(item.get('declared'))}", width, "  ", style="bold yellow"
+                f"not as declared: {words.plain(item.get('declared'))}", width, "  ", style="bold yellow"
             )
     return lines
 
@@ -206,7 +200,7 @@ def _title(item: Mapping[str, Any]) -> Line:
 def _proof(item: Mapping[str, Any], width: int) -> list[Line]:
     """What a decided scenario rests on; what an undecided one lacks. Nothing where the reason says it all."""
     verdict = item.get("verdict")
-    evidence = _mapping(item.get("evidence"))
+    evidence = words.mapping_of(item.get("evidence"))
     if verdict == "unmet":
         return _lacks(item, width)
     if verdict not in ("reproduced", "not-reproduced", "other-failure"):
@@ -214,25 +208,25 @@ def _proof(item: Mapping[str, Any], width: int) -> list[Line]:
     lines: list[Line] = []
     size = 10
     for label, text in (
-        ("placement", _placement(evidence)),
-        ("pin", _pin(evidence)),
-        ("flags", _flags(evidence)),
-        ("references", _references(evidence)),
-        ("movement", _movement(evidence)),
-        ("registrar", _registrar(evidence)),
+        ("placement", words.placement(evidence)),
+        ("pin", words.pin(evidence)),
+        ("flags", words.flags(evidence)),
+        ("references", words.references(evidence)),
+        ("movement", words.movement(evidence)),
+        ("registrar", words.registrar(evidence)),
     ):
         if text:
             lines += _labelled(label, text, width, size)
     tree = _tree(evidence, width)
     if tree:
         lines += [[*_label("kernel", size), ("its own trace of the call:", "")], *tree]
-    elif _trace(evidence):
-        lines += _labelled("kernel", _trace(evidence), width, size)
-    if _release(evidence):
-        lines += _labelled("release", _release(evidence), width, size)
+    elif words.trace(evidence):
+        lines += _labelled("kernel", words.trace(evidence), width, size)
+    if words.release(evidence):
+        lines += _labelled("release", words.release(evidence), width, size)
     if verdict == "other-failure":
-        lines += _labelled("layer", _layer(evidence), width, size)
-    for n, control in enumerate(_controls(item)):
+        lines += _labelled("layer", words.layer(evidence), width, size)
+    for n, control in enumerate(words.controls(item)):
         lines += _labelled("" if n else "controls", control, width, size)
     what = {"reproduced": "the proof", "not-reproduced": "what was seen", "other-failure": "what was seen"}
     title: Line = [(f"{item.get('scenario')}", "bold"), (f": {what[str(verdict)]}", "bold")]
@@ -241,7 +235,7 @@ def _proof(item: Mapping[str, Any], width: int) -> list[Line]:
 
 def _lacks(item: Mapping[str, Any], width: int) -> list[Line]:
     """All that was not met, where the reason names only the first."""
-    entries = [_mapping(entry) for entry in _list(item.get("unmet"))]
+    entries = [words.mapping_of(entry) for entry in words.list_of(item.get("unmet"))]
     if len(entries) < 2:
         return []
     lines: list[Line] = [[(f"{item.get('scenario')}: what is missing", "bold")]]
@@ -258,7 +252,7 @@ def _checks(verdict: Mapping[str, Any], width: int) -> list[Line]:
         "missing": ("missing", "magenta"),
         "contradicted": ("contradicted", "red"),
     }
-    for check in _items(verdict.get("checks")):
+    for check in words.mappings_of(verdict.get("checks")):
         mark, style = marks.get(str(check.get("state")), ("?", ""))
         text = _indented(f"{check.get('name')}: {check.get('text')}", max(20, width - 16), "")
         lines.append([(f"  {mark.ljust(12)}  ", style), *text[0]])
@@ -266,210 +260,21 @@ def _checks(verdict: Mapping[str, Any], width: int) -> list[Line]:
     return [[], [("  the rules of proof:", "bold")], *lines] if lines else []
 
 
-# Evidence in words
-
-
-def _value(evidence: Mapping[str, Any], name: str) -> Any:
-    return _mapping(evidence.get(name)).get("value")
-
-
-def _how(evidence: Mapping[str, Any], name: str) -> str:
-    return str(_mapping(evidence.get(name)).get("how") or "missing")
-
-
-def _missing(evidence: Mapping[str, Any], name: str) -> str:
-    item = _mapping(evidence.get(name))
-    return f"not known: {item.get('source')}" if item.get("how") == "missing" and item.get("source") else ""
-
-
-def _placement(evidence: Mapping[str, Any]) -> str:
-    places = _value(evidence, "placement")
-    if not isinstance(places, Mapping):
-        return _missing(evidence, "placement")
-    total, how = _value(evidence, "pages"), _how(evidence, "placement")
-    parts = [f"{count} {_PLACES.get(str(name), name)}" for name, count in places.items()]
-    if len(parts) == 1:
-        where = _PLACES.get(str(next(iter(places))), next(iter(places)))
-        return f"{'its one page' if total == 1 else f'all {_pages(total)}'} {where} ({how})"
-    return f"of {_pages(total)} {', '.join(parts) or 'none is known'} ({how})"
-
-
-def _pin(evidence: Mapping[str, Any]) -> str:
-    pins = _value(evidence, "pins")
-    if not isinstance(pins, list):
-        return ""
-    if not pins:
-        return "none was held"
-    flags = {
-        "pin": "FOLL_PIN without FOLL_LONGTERM",
-        "get": "FOLL_GET",
-        "longterm": "FOLL_PIN with FOLL_LONGTERM",
-    }
-    parts = []
-    for pin in _items(pins):
-        signs = [pin.get("alive_before"), pin.get("alive_after")]
-        life = (
-            "alive before and after"
-            if signs == [True, True]
-            else "cannot be asked"
-            if None in signs
-            else "not alive"
-        )
-        kind = flags.get(str(pin.get("kind")), pin.get("kind"))
-        parts.append(
-            f"{pin.get('owner')} held {_pages(pin.get('pages'))} by {pin.get('api')} ({kind}), {life}"
-        )
-    return "; ".join(parts) + (
-        " (a stand-in for the driver's pin)" if _how(evidence, "pins") == "stand-in" else ""
-    )
-
-
-def _flags(evidence: Mapping[str, Any]) -> str:
-    """What each pin asked the kernel for, as the kernel saw it; calls of one kind are told once."""
-    texts: dict[str, None] = {}
-    for call in _items(_value(evidence, "pin_flags")):
-        flags = "|".join(str(flag) for flag in _list(call.get("flags"))) or "no flags"
-        modules = ", ".join(str(name) for name in _list(call.get("modules")))
-        by = f" by [{modules}]" if modules else f" from {call['caller']}" if call.get("caller") else ""
-        texts[f"{call.get('fn')}({flags}){by}"] = None
-    return "; ".join(texts) + " (seen by the kernel's trace)" if texts else ""
-
-
-def _counts(value: object) -> str:
-    if not isinstance(value, Mapping):
-        return "not known"
-    words = {"refcount": "", "mapcount": "mapped ", "pincount": "pin count "}
-    parts = []
-    for name, count in value.items():
-        number = f"{count[0]} to {count[1]}" if isinstance(count, list) and len(count) == 2 else f"{count}"
-        parts.append(f"{words.get(str(name), str(name) + ' ')}{number}{'x' if name == 'mapcount' else ''}")
-    return ", ".join(parts)
-
-
-def _references(evidence: Mapping[str, Any]) -> str:
-    value = _value(evidence, "references")
-    if value is None and not _value(evidence, "pins"):
-        return ""  # nobody held anything: nothing to count
-    if not isinstance(value, Mapping):
-        return _missing(evidence, "references")
-    return (
-        f"before {_counts(value.get('before'))}; after {_counts(value.get('after'))} (one FOLL_PIN is 1,024)"
-    )
-
-
-def _movement(evidence: Mapping[str, Any]) -> str:
-    moved, stayed = _value(evidence, "pages_moved"), _value(evidence, "pages_unmoved")
-    if moved is None and stayed is None:
-        return _missing(evidence, "pages_moved")
-    text = f"{_pages(moved)} moved, {stayed} stayed in unpinnable memory"
-    tried = _value(evidence, "pages_tried")
-    return text + (f" (of the {tried} that were tried before it failed)" if tried is not None else "")
-
-
-def _registrar(evidence: Mapping[str, Any]) -> str:
-    value = _value(evidence, "registrar")
-    if not isinstance(value, Mapping):
-        return ""
-    note = f" ({value['note']}, a stand-in)" if value.get("note") else ""
-    return f"{value.get('verb')} on {value.get('device') or 'no device'}{note}"
-
-
-def _trace(evidence: Mapping[str, Any]) -> str:
-    value = _value(evidence, "trace")
-    if not isinstance(value, Mapping):
-        return ""
-    if value.get("status") == "complete":
-        return ""
-    return f"no trace, it is {value.get('status')}: {value.get('why') or 'no reason recorded'}"
-
-
-def _release(evidence: Mapping[str, Any]) -> str:
-    value = _value(evidence, "release")
-    if not isinstance(value, Mapping):
-        return ""
-    count = value.get("released")
-    parts = ["the pin was released" if count == 1 else f"{count} pins were released"]
-    if value.get("bytes_kept") is not None:
-        parts[0] += ", no byte changed" if value["bytes_kept"] else ", the buffer's bytes changed"
-    if "again_errno" in value:
-        parts.append(f"the same call again: {value['again_errno'] or 'OK'}")
-        if value.get("same_unpinnable_pages"):
-            parts[-1] += f", on the same {_pages(value['same_unpinnable_pages'])}, still unpinnable before"
-        if value.get("again_moved") is not None:
-            parts.append(f"{_pages(value['again_moved'])} moved")
-    if value.get("pinned_again_on_ordinary"):
-        parts.append(f"pinned again, on ordinary memory: {value['pinned_again_on_ordinary']}")
-    return "; ".join(parts)
-
-
-def _layer(evidence: Mapping[str, Any]) -> str:
-    item = _mapping(evidence.get("layer"))
-    value = _mapping(item.get("value"))
-    source = f", {item['source']}" if item.get("source") and item.get("source") != value.get("why") else ""
-    return f"{value.get('layer')}: {value.get('why')} ({item.get('how')}{source})" if value else ""
-
-
-def _controls(item: Mapping[str, Any]) -> list[str]:
-    texts = []
-    for control in _items(item.get("controls")):
-        mark = "held" if control.get("held") else "not held"
-        texts.append(f"{control.get('name')} ({control.get('changed')}): {control.get('reason')} [{mark}]")
-    return texts
-
-
 def _tree(evidence: Mapping[str, Any], width: int) -> list[Line]:
     """The kernel's path, indented, with return values and errno names; the deepest failure is marked."""
-    nodes = _items(_mapping(_value(evidence, "trace")).get("tree"))
-    deepest = _deepest(nodes)
+    nodes = words.mappings_of(words.mapping_of(words.value_of(evidence, "trace")).get("tree"))
+    deepest = words.deepest(nodes)
     lines: list[Line] = []
     for n, node in enumerate(nodes):
-        indent = 2 * max(0, min(_number(node.get("depth")), 20))
+        indent = 2 * max(0, min(words.number_of(node.get("depth")), 20))
         style = "bold red" if n == deepest else "" if node.get("failing") else "dim"
         mark = "  ✗ " if n == deepest else "    "
-        wrapped = textwrap.wrap(_node(node), max(24, width - indent - 6), break_on_hyphens=False) or [""]
+        wrapped = textwrap.wrap(
+            words.path_item(node), max(24, width - indent - 6), break_on_hyphens=False
+        ) or [""]
         lines.append([(mark, "bold red"), (" " * (indent + 2) + wrapped[0], style)])
         lines += [[(" " * (indent + 10) + more, style)] for more in wrapped[1:]]
     return lines
-
-
-def _node(node: Mapping[str, Any]) -> str:
-    name, text = str(node.get("fn")), str(node.get("text") or "")
-    if name in text:
-        return text
-    errno = f" {node['errno']}" if node.get("errno") else ""
-    returned = f" = {node['ret']}{errno}" if node.get("ret") is not None else ""
-    return f"{name}{returned}{'  ' + text if text else ''}"
-
-
-def _deepest(nodes: Sequence[Mapping[str, Any]]) -> int | None:
-    """The item that failed deepest: the one that says so, else the failing one of the greatest depth."""
-    failing = [n for n, node in enumerate(nodes) if node.get("failing")]
-    marked = [n for n in failing if nodes[n].get("deepest")]
-    if marked:
-        return marked[0]
-    depths = {n: _number(nodes[n].get("depth")) for n in failing}
-    return max(failing, key=lambda n: depths[n], default=None)
-
-
-def _number(value: object) -> int:
-    return value if isinstance(value, int) else 0
-
-
-def _stand_ins(header: Mapping[str, Any], items: Iterable[Mapping[str, Any]]) -> list[str]:
-    texts: dict[str, str] = {}
-    for stand_in in _items(header.get("stand_ins")):
-        name = str(stand_in.get("name"))
-        texts[name] = f"{name}, in the place of {stand_in.get('replaces')}: {stand_in.get('what')}"
-    pins = {
-        "process-vm": "a real FOLL_PIN from user space (process_vm_writev)",
-        "vmsplice": "a real FOLL_GET reference from user space",
-        "io-uring": "a real FOLL_LONGTERM pin from user space",
-    }
-    for item in items:
-        for name in _list(_value(_mapping(item.get("evidence")), "stand_ins")):
-            what = f", in the place of the driver's pin: {pins[name]}" if name in pins else ""
-            texts.setdefault(str(name), f"{name}{what}")
-    return list(texts.values())
 
 
 def _headline(items: Sequence[Mapping[str, Any]], verdicts: Mapping[str, Any]) -> Line:
@@ -515,34 +320,6 @@ def _labelled(label: str, text: str, width: int, size: int, style: str = "") -> 
     wrapped = textwrap.wrap(" ".join(text.split()), max(24, width - size - 4), break_on_hyphens=False) or [""]
     first: Line = [*_label(label, size), (wrapped[0], style)]
     return [first, *([(" " * (max(size, len(label)) + 4), ""), (line, style)] for line in wrapped[1:])]
-
-
-def _pages(count: object) -> str:
-    return "1 page" if count == 1 else f"{count} pages"
-
-
-def _plain(value: object) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key} {_plain(item)}" for key, item in value.items()) or "-"
-    if isinstance(value, list):
-        return "; ".join(_plain(item) for item in value) or "-"
-    return str(value)
-
-
-def _mapping(value: object) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
-
-
-def _list(value: object) -> list[Any]:
-    return value if isinstance(value, list) else []
-
-
-def _items(value: object) -> list[Mapping[str, Any]]:
-    return [item for item in _list(value) if isinstance(item, Mapping)]
 
 
 # Output
