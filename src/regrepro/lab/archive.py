@@ -541,7 +541,9 @@ def _failures(output: str) -> dict[str, str]:
             suite = match[2].partition("/")[0]
             failures.setdefault(suite, f"{match[1]} {suite}: {reason}")
             continue
-        match = re.match(r"E: (The repository '\S+ (\S+) \S+' .*|Release file for \S*?/dists/([^/ ]+)/.*)", line)
+        match = re.match(
+            r"E: (The repository '\S+ (\S+) \S+' .*|Release file for \S*?/dists/([^/ ]+)/.*)", line
+        )
         if match:
             failures.setdefault(match[2] or match[3], match[1])
     general = [line[2:].strip() for line in lines if line.startswith("E:")]

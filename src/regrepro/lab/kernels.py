@@ -151,9 +151,7 @@ class Kernels:
             return index
         offers = [offer for offer in _ordinary(index) if offer.series == series]
         if offers:
-            return self._fetch_or_cached(
-                offers[0], index, lambda kernel: _series_of(kernel) == series
-            )
+            return self._fetch_or_cached(offers[0], index, lambda kernel: _series_of(kernel) == series)
         kept = [kernel for kernel in self.cached() if _series_of(kernel) == series]
         known = list(dict.fromkeys(offer.series for offer in _ordinary(index)))
         if kept:
@@ -215,7 +213,9 @@ class Kernels:
                     hint=problem.hint,
                 ) from problem
             reason = problem.why or problem.what
-            self.watcher.say(f"Debian's archive could not be asked ({reason}); using the kept {kept[0].release}")
+            self.watcher.say(
+                f"Debian's archive could not be asked ({reason}); using the kept {kept[0].release}"
+            )
             return kept[0]
 
     def _fetch_or_cached(self, offer: Offer, index: Index, fits: Callable[[Kernel], bool]) -> Kernel:
@@ -436,7 +436,9 @@ class Kernels:
             ]
         if shutil.which("dpkg") is None:
             raise EnvironmentProblem(
-                f"{deb.name} cannot be unpacked", why="dpkg is not installed", hint="unpack it and give the directory"
+                f"{deb.name} cannot be unpacked",
+                why="dpkg is not installed",
+                hint="unpack it and give the directory",
             )
         place = self._place_of_import([str(file) for file in files], files)
         with self._lock(place.name):
@@ -556,7 +558,9 @@ def _configs(tree: Path, release: str) -> list[Path]:
 
 def _releases_in(tree: Path) -> list[str]:
     """Return the releases whose image lies in an unpacked tree."""
-    found = {path.parent.name for base in ("lib", "usr/lib") for path in tree.glob(f"{base}/modules/*/vmlinuz")}
+    found = {
+        path.parent.name for base in ("lib", "usr/lib") for path in tree.glob(f"{base}/modules/*/vmlinuz")
+    }
     for path in tree.glob("boot/vmlinuz-*"):
         found.add(path.name.removeprefix("vmlinuz-"))
     return sorted(found)
@@ -624,9 +628,7 @@ def _build_tree(tree: Path) -> Kernel:
         raise UsageError(f"{tree} is not built", why=f"there is no {image}", hint="build it first")
     release_file = tree / "include/config/kernel.release"
     release = release_file.read_text().strip() if release_file.is_file() else image_release(image) or ""
-    return Kernel(
-        release, tree, None, _first(tree / ".config"), origin=f"build tree {tree}", build_tree=True
-    )
+    return Kernel(release, tree, None, _first(tree / ".config"), origin=f"build tree {tree}", build_tree=True)
 
 
 def image_release(image: Path) -> str | None:
