@@ -84,7 +84,11 @@ SYMBOLS = [
 def test_the_kernels_own_symbol_table(tmp_path: Path, form: str) -> None:
     at = 0xFFFFFFFF81800000
     blob, lines = write_kallsyms(SYMBOLS, at, form)
-    write_kcore(tmp_path / "kcore", [(at, blob)], lines + "SYMBOL(init_uts_ns)=ffffffff82000040\n")
+    write_kcore(
+        tmp_path / "kcore",
+        [(at, blob)],
+        lines + "SYMBOL(init_uts_ns)=ffffffff82000040\nSYMBOL(swapper_pg_dir)=ffffffff81111000\n",
+    )
     with kcore.Kcore(tmp_path / "kcore") as opened:
         found = kallsyms.find(["mem_section", "cma_areas", SYMBOLS[3][0], "nothing"], opened)
     assert found == dict(SYMBOLS[2:])
@@ -108,7 +112,11 @@ def test_a_damaged_symbol_table_is_not_believed(tmp_path: Path, cut: int) -> Non
     at = 0xFFFFFFFF81800000
     blob, lines = write_kallsyms(SYMBOLS, at, "base")
     blob = blob[:cut] + b"\xff" * 40 + blob[cut + 40 :]
-    write_kcore(tmp_path / "kcore", [(at, blob)], lines + "SYMBOL(init_uts_ns)=ffffffff82000040\n")
+    write_kcore(
+        tmp_path / "kcore",
+        [(at, blob)],
+        lines + "SYMBOL(init_uts_ns)=ffffffff82000040\nSYMBOL(swapper_pg_dir)=ffffffff81111000\n",
+    )
     with kcore.Kcore(tmp_path / "kcore") as opened:
         found = kallsyms.find_in_kcore(opened, ["cma_areas"])
     assert found in (None, {"cma_areas": 0xFFFFFFFF82300000})
