@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import errno
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -362,44 +363,67 @@ def second_tracer(pd: verbs.ProtectionDomain) -> None:
     other = TRACEFS / "instances" / "another"
     trace_fs.append(TRACEFS / "kprobe_events", "r:another/theirs pin_user_pages_fast ret=$retval:s32\n")
     other.mkdir(exist_ok=True)
-    trace_fs.write(other / "events" / "another" / "theirs" / "enable", "1")
-    bpf = None
-    script = "kretprobe:pin_user_pages_fast /pid == PID/ { @[retval] = count(); }"
-    try:
-        bpf = subprocess.Popen(
-            ["bpftrace", "-e", script.replace("PID", str(os.getpid()))],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
-        assert bpf.stdout is not None
-        first = bpf.stdout.readline()
-        print(f"# bpftrace: {first.strip()}", flush=True)
-    except FileNotFoundError:
-        print("# bpftrace is not installed: not part of this check", flush=True)
-    with Tracer(leftovers.Journal()) as tracer, memory.Range.anonymous(PAGE) as buffer:
-        buffer.fill(1)
-        for _ in range(5):
-            _, region, trace = traced(tracer, lambda: pd.reg_mr(buffer.address, PAGE, ACCESS))
-            region.dereg()
-        check(
-            "beside other tracers ours sees its call",
-            len(trace_tree.gup_calls(trace)) == 1,
-            str(trace["why"]),
-        )
-        own = (other / "trace").read_text().count("theirs:")
-        check("theirs saw all five", own == 5, str(own))
+    theirs = other / "events" / "another" / "theirs"
+    trace_fs.write(theirs / "filter", f"common_pid == {os.getpid()}")
+    trace_fs.write(theirs / "enable", "1")
+
+    def hits() -> int:
+        return (other / "trace").read_text().count("theirs:")
+
     with memory.Range.anonymous(PAGE) as buffer:
         buffer.fill(1)
-        pd.reg_mr(buffer.address, PAGE, ACCESS).dereg()
-    own = (other / "trace").read_text().count("theirs:")
-    check("and goes on after ours has ended", own == 6, str(own))
-    if bpf is not None:
-        bpf.send_signal(signal.SIGINT)
-        out, _ = bpf.communicate(timeout=60)
-        print(f"# bpftrace: {out.strip()}", flush=True)
-        check("so does bpftrace", "@[1]: 6" in out)
-    trace_fs.write(other / "events" / "another" / "theirs" / "enable", "0")
+
+        def register() -> None:
+            pd.reg_mr(buffer.address, PAGE, ACCESS).dereg()
+
+        bpf = bpftrace(register)
+        before = hits()
+        with Tracer(leftovers.Journal()) as tracer:
+            for _ in range(5):
+                _, _, trace = traced(tracer, register)
+            check("beside others ours sees its call", len(trace_tree.gup_calls(trace)) == 1, trace["why"])
+            check("theirs saw all five", hits() - before == 5, str(hits() - before))
+        register()
+        check("and goes on after ours has ended", hits() - before == 6, str(hits() - before))
+        if bpf is not None:
+            time.sleep(2)
+            bpf.send_signal(signal.SIGINT)
+            out, _ = bpf.communicate(timeout=60)
+            check("so does bpftrace", out.count("hit 1") == 6, " ".join(out.split()))
+    trace_fs.write(theirs / "enable", "0")
     other.rmdir()
     trace_fs.append(TRACEFS / "kprobe_events", "-:another/theirs\n")
+
+
+def bpftrace(register: Callable[[], None]) -> subprocess.Popen[str] | None:
+    """Start bpftrace on a function of ours; return it once it has seen a call, None where there is none."""
+    script = f'kretprobe:pin_user_pages_fast /pid == {os.getpid()}/ {{ printf("hit %d\\n", retval); }}'
+    try:
+        process = subprocess.Popen(
+            ["bpftrace", "-B", "line", "-e", script],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+    except FileNotFoundError:
+        print("# bpftrace is not installed: not part of this check", flush=True)
+        return None
+    assert process.stdout is not None
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        register()
+        while select.select([process.stdout], [], [], 1)[0]:
+            line = process.stdout.readline()
+            if "hit" in line:
+                time.sleep(2)
+                while select.select([process.stdout], [], [], 0.1)[0]:
+                    os.read(process.stdout.fileno(), 1 << 16)
+                return process
+            print(f"# bpftrace: {line.strip()}", flush=True)
+            if not line:
+                return None
+    process.kill()
+    return None
 
 
 def median(values: list[float]) -> float:

@@ -28,6 +28,10 @@ PAGE_SIZE: int = os.sysconf("SC_PAGE_SIZE")
 # For all CPUs together; an event takes 60 to 100 bytes (with its stack 250).
 _BUFFER_TOTAL_KB = 8192
 _BUFFER_CPU_KB = (64, 1024)
+# Text of one call; more is not read and spoils the trace.
+_TEXT_LIMIT = 64 << 20
+# Files with the buffers' counters that are kept open; on a machine of more CPUs they are opened each time.
+_KEPT_OPEN = 64
 # Successful calls whose events nobody asked for before the buffer is emptied.
 _UNREAD_CALLS = 64
 # What the parser relies on; a new instance inherits the options that someone set for the whole system.
@@ -81,7 +85,7 @@ class Tracer:
         self._why = "tracing was not armed"
         self._armed = False
         self._pipe = self._profile = self._stack_option = -1
-        self._stats: list[int] = []
+        self._stats: list[int | Path] = []
         self._arguments_at_return = False
         self._baseline: tuple[int, int, dict[int, int]] = (0, 0, {})
         self._unread = 0
@@ -256,10 +260,9 @@ class Tracer:
         self._pipe = os.open(instance / "trace_pipe", flags | os.O_NONBLOCK)
         self._profile = os.open(self._tracefs / "kprobe_profile", flags)
         self._stack_option = os.open(instance / "options" / "stacktrace", os.O_WRONLY | os.O_CLOEXEC)
-        self._stats = [
-            os.open(directory / "stats", flags)
-            for directory in sorted((instance / "per_cpu").iterdir(), key=lambda path: int(path.name[3:]))
-        ]
+        stats = [directory / "stats" for directory in (instance / "per_cpu").iterdir()]
+        stats.sort(key=lambda path: int(path.parent.name[3:]))
+        self._stats = list(stats) if len(stats) > _KEPT_OPEN else [os.open(path, flags) for path in stats]
 
     def _prove(self) -> None:
         """See one call whose arguments are known, or say that this kernel's tracing cannot be relied on.
@@ -308,19 +311,24 @@ class Tracer:
             self._why = f"process {pid} cannot be followed: {_said(error)}"
 
     def begin(self, *, stack: bool = False) -> Token | None:
-        """Start following a call of this thread; None where tracing is not available.
+        """Start following a call; None where tracing is not available.
 
-        `stack`: record the kernel stack of each event too, to name the driver that pins. It costs some tens
-        of microseconds an event: for pins, not for registrations.
+        A registration is made by the calling thread, and what other threads do meanwhile is left out. With
+        `stack`, for a pin, every thread of the followed process counts, and each event comes with its kernel
+        stack, which names the driver (some tens of microseconds an event).
         """
         if not self._armed:
             return None
-        if self._baseline[0] != os.getpid():
-            self._baseline = self._losses()
-        if self._unread >= _UNREAD_CALLS:
-            self._read()
-        if stack:
-            os.write(self._stack_option, b"1")
+        try:
+            if self._baseline[0] != os.getpid():
+                self._baseline = self._losses()
+            if self._unread >= _UNREAD_CALLS:
+                self._read()
+            if stack:
+                os.write(self._stack_option, b"1")
+        except OSError as error:
+            self._broken(error)
+            return None
         return Token(time.monotonic_ns() // 1000, get_native_id(), stack)
 
     def end(self, token: Token | None, *, succeeded: bool = False) -> dict[str, Any]:
@@ -329,14 +337,26 @@ class Tracer:
         `succeeded`: the call is known to have succeeded and its events are not wanted; then nothing is read,
         which is what keeps a traced registration cheap, and the trace's status is `off`.
         """
-        if token is None or not self._armed:
-            return {**_EMPTY, "status": "unavailable", "why": self._why, "missing": self.missing}
-        if token.stack:
-            os.write(self._stack_option, b"0")
-        if succeeded:
-            self._unread += 1
-            return {**_EMPTY, "status": "off", "why": "the call succeeded; its events were not read"}
-        parsed = trace_parse.parse(self._read(), self._names, self._flags, since_us=token.since_us)
+        if token is not None and self._armed:
+            try:
+                if token.stack:
+                    os.write(self._stack_option, b"0")
+                if not succeeded:
+                    return self._collect(token)
+                self._unread += 1
+                return {**_EMPTY, "status": "off", "why": "the call succeeded; its events were not read"}
+            except OSError as error:
+                self._broken(error)
+        return {**_EMPTY, "status": "unavailable", "why": self._why, "missing": self.missing}
+
+    def _broken(self, error: OSError) -> None:
+        """Someone has taken our instance away, or the kernel has stopped answering: no evidence any more."""
+        self._armed = False
+        self._why = f"tracing stopped working during the run: {_said(error)}"
+
+    def _collect(self, token: Token) -> dict[str, Any]:
+        text = self._read()
+        parsed = trace_parse.parse(text, self._names, self._flags, since_us=token.since_us)
         before, after = self._baseline, self._losses()
         self._baseline = after
         # The buffer's counters cover everything since the last look; the pipe tells whether what was lost
@@ -344,7 +364,8 @@ class Tracer:
         counted = sum(after[2][cpu] - before[2].get(cpu, 0) for cpu in after[2])
         overrun = sum(parsed.lost.values()) if counted else 0
         misses = after[1] - before[1]
-        events = trace_parse.merge_chunks(trace_parse.pair_entries(parsed.events), PAGE_SIZE)
+        seen = [event for event in parsed.events if token.stack or event["tid"] == token.tid]
+        events = trace_parse.merge_chunks(trace_parse.pair_entries(seen), PAGE_SIZE)
         tree = trace_tree.build(events, token.tid)
         for event in events:
             event["t"] = round((event.pop("us") - token.since_us) / 1e6, 6)
@@ -353,6 +374,8 @@ class Tracer:
             spoiled.append(f"probes missed {misses} hits")
         if overrun:
             spoiled.append(f"{overrun} events were overwritten before they were read")
+        if len(text) >= _TEXT_LIMIT:
+            spoiled.append("there were more events than are read")
         return {
             "status": "spoiled" if spoiled else "complete",
             "why": f"{' and '.join(spoiled)}: what is absent here may have happened" if spoiled else "",
@@ -368,10 +391,11 @@ class Tracer:
 
     def _read(self) -> str:
         self._unread = 0
-        parts = []
+        parts, length = [], 0
         try:
-            while part := os.read(self._pipe, 1 << 16):
+            while length < _TEXT_LIMIT and (part := os.read(self._pipe, 1 << 16)):
                 parts.append(part)
+                length += len(part)
         except BlockingIOError:
             pass
         return b"".join(parts).decode("utf-8", "replace")
@@ -389,9 +413,10 @@ class Tracer:
             if len(fields) >= 3 and fields[0].endswith(suffix):
                 missed += int(fields[2])
         lost = {}
-        for cpu, fd in enumerate(self._stats):
+        for cpu, file in enumerate(self._stats):
             total = 0
-            for line in os.pread(fd, 1024, 0).splitlines():
+            text = file.read_bytes() if isinstance(file, Path) else os.pread(file, 1024, 0)
+            for line in text.splitlines():
                 key, _, value = line.partition(b":")
                 if key in (b"overrun", b"commit overrun", b"dropped events"):
                     total += int(value)
@@ -410,7 +435,7 @@ class Tracer:
     def _take_down(self) -> None:
         self._armed = False
         for fd in (self._pipe, self._profile, self._stack_option, *self._stats):
-            if fd >= 0:
+            if isinstance(fd, int) and fd >= 0:
                 os.close(fd)
         self._pipe = self._profile = self._stack_option = -1
         self._stats = []
@@ -453,7 +478,7 @@ def _obstacle() -> str:
         return "following the kernel needs root: tracefs and kprobes are closed to this user"
     tracefs = trace_fs.mounted()
     if tracefs is None:
-        return "" if Path("/sys/kernel/tracing").is_dir() or trace_fs.kernel_has_tracefs() else _NO_TRACEFS
+        return "" if trace_fs.kernel_has_tracefs() else _NO_TRACEFS
     if not (tracefs / "kprobe_events").exists():
         return "this kernel is built without CONFIG_KPROBE_EVENTS"
     if not os.access(tracefs / "kprobe_events", os.W_OK):

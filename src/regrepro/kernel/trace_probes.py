@@ -49,8 +49,7 @@ class Layer(Enum):
     LONGTERM = 3
     UNPINNABLE = 4
     MIGRATE = 5
-    BATCH = 6
-    TARGET = 7
+    TARGET = 6
 
 
 @dataclass(frozen=True)
@@ -178,7 +177,6 @@ POINTS: tuple[Point, ...] = (
         keep=_FAILED,
     ),
     Point("migration", ("migrate_pages",), Returns.INT, Layer.MIGRATE),
-    Point("migration of a batch", ("migrate_pages_batch",), Returns.INT, Layer.BATCH, keep="ret != 0"),
     Point("a page to move to", ("alloc_migration_target",), Returns.POINTER, Layer.TARGET, keep="ret == 0"),
 )
 

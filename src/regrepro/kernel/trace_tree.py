@@ -53,7 +53,7 @@ def failed(event: Mapping[str, Any]) -> bool:
         return ret == 0
     if RETURNS.get(event["fn"]) is Returns.NV_STATUS:
         return ret != 0
-    if layer in (Layer.MIGRATE, Layer.BATCH):
+    if layer is Layer.MIGRATE:
         return ret != 0
     if layer is Layer.UNPINNABLE and ret == -errnos.EAGAIN:
         return False
@@ -82,7 +82,7 @@ def _nest(events: Sequence[Mapping[str, Any]]) -> list[_Node]:
     stack: list[_Node] = []
     for event in events:
         if "tracepoint" in event:
-            layer = Layer.BATCH.value
+            layer = Layer.TARGET.value
         elif "ret" in event and event["fn"] in LAYERS:
             layer = LAYERS[event["fn"]].value
         else:
@@ -159,7 +159,7 @@ def _text(event: Mapping[str, Any], children: Sequence[_Node]) -> str:
         if layer is Layer.UMEM:
             text += _after_pinning(children)
         return text
-    if layer in (Layer.MIGRATE, Layer.BATCH) and ret > 0:
+    if layer is Layer.MIGRATE and ret > 0:
         return f"{function}: {ret} {'page' if ret == 1 else 'pages'} not migrated"
     if RETURNS.get(function) is Returns.POINTER and ret == 0:
         return f"{function} = NULL" + (": no page to move to" if layer is Layer.TARGET else "")
