@@ -96,24 +96,26 @@ class MemoryMap:
         at[~inside] = 0
         return at, inside & (pfns < ranges.end[at])
 
-    def classify(self, pfns: NDArray[np.uint64]) -> NDArray[np.uint8]:
-        """Return the place of each PFN as a code of PLACE_NAMES; PFN 0 (no page) is ABSENT."""
+    def locate(self, pfns: NDArray[np.uint64]) -> tuple[NDArray[np.uint8], NDArray[np.int32]]:
+        """Return place (a code of PLACE_NAMES) and NUMA node (-1: not known) of each PFN; PFN 0 is ABSENT."""
         pfns = np.ascontiguousarray(pfns, dtype=np.uint64)
         at, inside = self._find(pfns)
-        answer = np.full(len(pfns), UNKNOWN, dtype=np.uint8)
-        if self._ranges is not None and inside.any():
-            answer[inside] = self._ranges.code[at[inside]]
-        answer[pfns == NO_PFN] = ABSENT
-        return answer
+        if self._ranges is None or not len(self._ranges.start):
+            place = np.full(len(pfns), UNKNOWN, dtype=np.uint8)
+            node = np.full(len(pfns), -1, dtype=np.int32)
+        else:
+            place = np.where(inside, self._ranges.code[at], np.uint8(UNKNOWN))
+            node = np.where(inside, self._ranges.node[at], np.int32(-1))
+        place[pfns == NO_PFN] = ABSENT
+        return place, node
+
+    def classify(self, pfns: NDArray[np.uint64]) -> NDArray[np.uint8]:
+        """Return the place of each PFN as a code of PLACE_NAMES; PFN 0 (no page) is ABSENT."""
+        return self.locate(pfns)[0]
 
     def nodes_of(self, pfns: NDArray[np.uint64]) -> NDArray[np.int32]:
         """Return the NUMA node of each PFN, -1 where it is not known."""
-        pfns = np.ascontiguousarray(pfns, dtype=np.uint64)
-        at, inside = self._find(pfns)
-        answer = np.full(len(pfns), -1, dtype=np.int32)
-        if self._ranges is not None and inside.any():
-            answer[inside] = self._ranges.node[at[inside]]
-        return answer
+        return self.locate(pfns)[1]
 
     @property
     def placed_by(self) -> str:

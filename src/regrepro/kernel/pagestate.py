@@ -244,7 +244,7 @@ class PageReader:
         entries = read_pagemap(self._pagemap, first * PAGE_SIZE, pages)
         pfn = pfns_of(entries)
         present = entries >= np.uint64(PM_PRESENT)
-        place = self.memory_map.classify(pfn)
+        place, node = self.memory_map.locate(pfn)
         hidden = present & (pfn == NO_PFN)
         if hidden.any():
             place[hidden] = UNKNOWN
@@ -255,8 +255,8 @@ class PageReader:
         sources = [f"/proc/{self._pid or 'self'}/pagemap"]
         if not hidden.any():
             sources.append(self.memory_map.placed_by)
-            result.node = self.memory_map.nodes_of(pfn)
-            result.node[pfn == NO_PFN] = -1
+            node[pfn == NO_PFN] = -1
+            result.node = node
         if counts:
             result.file = entries & np.uint64(PM_FILE) != 0
             result.exclusive = entries & np.uint64(PM_EXCLUSIVE) != 0
