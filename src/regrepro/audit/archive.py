@@ -90,7 +90,8 @@ class Limited(io.RawIOBase):
     """Count what comes out of a decompressor, and stop a bomb."""
 
     def __init__(self, file: BinaryIO, packed: int, name: str, total: int = MAX_TOTAL) -> None:
-        self._file = file
+        # One step at a time: a stream that is cut still gives what came before the cut.
+        self._read = getattr(file, "read1", file.read)
         self._packed = max(packed, 1)
         self._name = name
         self._total = total
@@ -101,7 +102,7 @@ class Limited(io.RawIOBase):
 
     def readinto(self, buffer: object) -> int:
         view = memoryview(buffer)  # type: ignore[arg-type]
-        data = self._file.read(len(view))
+        data: bytes = self._read(len(view))
         self.count += len(data)
         if self.count > self._total or (self.count > RATIO_FROM and self.count > RATIO * self._packed):
             raise UsageError(

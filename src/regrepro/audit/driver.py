@@ -32,8 +32,22 @@ class Driver:
 
     @property
     def contract(self) -> Contract | None:
-        """The best answer: the first that knows, else the first of all."""
-        known = next((one for one in self.contracts if one.contract is not None), None)
+        """The best answer: the first that knows, else the first of all.
+
+        Where the source itself was read and is of a shape that is not known, the catalogue's guess by
+        release order does not stand in for it.
+        """
+        if self.asked == "source" and self.contracts:
+            return self.contracts[0]
+        read = any(one.source.endswith(driversource.MLOCK) for one in self.contracts)
+        known = next(
+            (
+                one
+                for one in self.contracts
+                if one.contract is not None and not (read and one.how == "inferred")
+            ),
+            None,
+        )
         return known or (self.contracts[0] if self.contracts else None)
 
     def as_dict(self) -> dict[str, Any]:

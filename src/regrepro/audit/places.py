@@ -137,7 +137,7 @@ def _from_file(path: Path) -> Reader | None:
             return None
         try:
             stream = archive.decompressed(file, packing, path.stat().st_size, path.name)
-            start = stream.read(1 << 16)
+            start = _start(stream)
             if BUG_REPORT_MARK in start:
                 return bug_report(_rest(start, stream), str(path))
         except UsageError:
@@ -156,12 +156,26 @@ def _from_file(path: Path) -> Reader | None:
     return None
 
 
+def _start(stream: BinaryIO) -> bytes:
+    """Read the first 64 KiB, or as much as there is before a cut; nothing at all raises what is wrong."""
+    parts: list[bytes] = []
+    size = 0
+    try:
+        while size < 1 << 16 and (part := stream.read1(1 << 14)):  # type: ignore[attr-defined]
+            parts.append(part)
+            size += len(part)
+    except archive._BROKEN:
+        if not parts:
+            raise
+    return b"".join(parts)
+
+
 def _rest(start: bytes, stream: BinaryIO) -> str:
     """Read the whole text; a report that is cut in the middle still tells what it holds."""
     parts = [start]
     size = len(start)
     try:
-        while size < TEXT_LIMIT and (part := stream.read(1 << 20)):
+        while size < TEXT_LIMIT and (part := stream.read1(1 << 16)):  # type: ignore[attr-defined]
             parts.append(part)
             size += len(part)
     except UsageError:

@@ -97,12 +97,12 @@ def read(file: BinaryIO, needles: Needles) -> Iterator[Found]:
         part = file.read(CHUNK)
         data = held + part
         at_end = not part
-        if not at_end and b"\n" not in part and len(data) < CHUNK + MAX_LINE:
-            held = data
-            continue
         limit = len(data) if at_end else _lines_back(data, len(data), AROUND)
-        if not at_end and limit <= decided:  # few long lines: cut where we are
-            limit = len(data)
+        if not at_end and limit <= decided:
+            if len(data) < CHUNK + (AROUND + 1) * MAX_LINE:
+                held = data  # too few whole lines yet
+                continue
+            limit = len(data)  # one endless line: cut it where we are
         last_start, last_number = 0, number
         for start, end in needles.lines(data):
             if start < decided:
