@@ -1,0 +1,139 @@
+"""The main job on real kernels: the table of verdicts that the README promises, one boot for each row."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+import regrepro
+
+pytestmark = [pytest.mark.lab, pytest.mark.timeout(1500)]
+
+SCHEMAS = Path(regrepro.__file__).parent / "schema"
+ALL = (
+    "pin_then_register",
+    "register_then_pin",
+    "no_pin",
+    "longterm_pin_then_register",
+    "get_reference_then_register",
+    "one_page_of_many",
+    "release_and_retry",
+)
+# Verdict, basis and pin owner on unpinnable memory, by a kernel that keeps to it (5.13 and later).
+REFUSING = {
+    "pin_then_register": ("reproduced", None, "process-vm"),
+    "register_then_pin": ("not-reproduced", "kernel", "process-vm"),
+    "no_pin": ("not-reproduced", "kernel", "none"),
+    "longterm_pin_then_register": ("not-reproduced", "pin", "io-uring"),
+    "get_reference_then_register": ("reproduced", None, "vmsplice"),
+    "one_page_of_many": ("reproduced", None, "process-vm"),
+    "release_and_retry": ("reproduced", None, "process-vm"),
+}
+
+
+@dataclass
+class Row:
+    """One boot, and what it must end in: exit code, verdict by scenario."""
+
+    name: str
+    arguments: list[str]
+    exit_code: int
+    verdicts: dict[str, tuple[str, str | None, str]]
+    scenarios: tuple[str, ...] = field(default=("pin_then_register",))
+
+
+def everywhere(verdict: str, basis: str | None) -> dict[str, tuple[str, str | None, str]]:
+    """The same verdict for every scenario, each with its own pin owner."""
+    return {name: (verdict, basis, REFUSING[name][2]) for name in ALL}
+
+
+ONE = {"pin_then_register": REFUSING["pin_then_register"]}
+TWO_NODES = ["--numa", "2", "--memory", "8G"]
+ROWS = [
+    Row("7.3, hugetlb_cma=2G on two nodes", ["--kernel", "7.3", "--boot", "hugetlb_cma=2G", *TWO_NODES], 10,
+        REFUSING, ALL),
+    Row("7.3, hugetlb_cma=0", ["--kernel", "7.3", "--boot", "hugetlb_cma=0"], 0,
+        everywhere("not-reproduced", "placement"), ALL),
+    Row("7.3, cma=512M", ["--kernel", "7.3", "--boot", "cma=512M"], 10, ONE),
+    Row("6.12, movablecore=512M", ["--kernel", "6.12", "--boot", "movablecore=512M"], 10, REFUSING, ALL),
+    Row("6.1, movablecore=512M", ["--kernel", "6.1", "--boot", "movablecore=512M"], 10, REFUSING, ALL),
+    Row("5.10, movablecore=512M", ["--kernel", "5.10", "--boot", "movablecore=512M"], 0,
+        {"pin_then_register": ("not-reproduced", "kernel", "process-vm")}),
+    Row("7.3, online-movable", ["--kernel", "7.3", "--place", "online-movable"], 10, ONE),
+    Row("6.12, online-movable", ["--kernel", "6.12", "--place", "online-movable"], 10, ONE),
+    Row("6.1, online-movable", ["--kernel", "6.1", "--place", "online-movable"], 10, ONE),
+]  # fmt: skip
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the command line as a user would."""
+    return subprocess.run(
+        [sys.executable, "-m", "regrepro", *arguments],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def schema(name: str) -> Any:
+    return json.loads((SCHEMAS / name).read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("row", ROWS, ids=[row.name for row in ROWS])
+def test_a_boot_ends_in_the_verdicts_that_it_should(row: Row, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    done = run("lab", "run", *row.scenarios, *row.arguments, "--out", str(out))
+    told = f"{done.stdout}\n{done.stderr}"
+    assert "Traceback" not in told, told
+    verdicts = json.loads((out / "verdicts.json").read_text(encoding="utf-8"))
+    found = {
+        item["scenario"]: (item["verdict"], item["basis"], item["pin_owner"]) for item in verdicts["verdicts"]
+    }
+    assert found == row.verdicts, told
+    assert done.returncode == row.exit_code, told
+    jsonschema.validate(verdicts, schema("verdicts-1.json"))
+    check = jsonschema.Draft202012Validator(schema("record-1.json"))
+    lines = (out / "record.jsonl").read_text(encoding="utf-8").splitlines()
+    for line in lines:
+        check.validate(json.loads(line))
+    for item in verdicts["verdicts"]:
+        if item["verdict"] == "reproduced":
+            hold_evidence(item)
+
+    # The record alone gives the same again, wherever it lies.
+    moved = tmp_path / "elsewhere"
+    moved.mkdir()
+    shutil.copy(out / "record.jsonl", moved)
+    again = run("judge", str(moved), "--json")
+    assert again.returncode == row.exit_code
+    assert json.loads(again.stdout) == verdicts
+
+
+def hold_evidence(item: dict[str, Any]) -> None:
+    """A proof has every part, each observed, and its controls held."""
+    evidence = item["evidence"]
+    for name in (
+        "placement",
+        "pages",
+        "pages_unpinnable",
+        "pages_pinned",
+        "pages_unmoved",
+        "references",
+        "pins",
+        "release",
+    ):
+        assert evidence[name]["how"] in ("observed", "stand-in"), (item["scenario"], name, evidence[name])
+    assert evidence["trace"]["how"] == "observed", (item["scenario"], evidence["trace"])
+    assert item["errno"] == "ENOMEM"
+    assert item["layer"] == "page-migration"
+    assert item["controls"], item["scenario"]
+    assert all(control["held"] for control in item["controls"])
