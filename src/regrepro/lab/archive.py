@@ -78,7 +78,7 @@ class Offer:
     """A kernel that the archive offers.
 
     `release` is what `uname -r` will say, `version` the package's, `suites` all that carry exactly this. The
-    packages are one `linux-image-*` or, for split images, `linux-base-*`, `linux-binary-*`, `linux-modules-*`.
+    packages are one `linux-image-*`, or split `linux-base-*`, `linux-binary-*` and `linux-modules-*`.
     """
 
     release: str
@@ -165,7 +165,7 @@ def without_credentials(text: str) -> str:
 
 
 def debian_architecture() -> str:
-    """Return `amd64` or `arm64`. Raises `EnvironmentProblem` on a machine that Debian's kernels are not for."""
+    """Return `amd64` or `arm64`. Raises `EnvironmentProblem` on another machine."""
     machine = platform.machine()
     try:
         return _MACHINE_TO_DEBIAN[machine]
@@ -312,7 +312,7 @@ class Archive:
             raise EnvironmentProblem(
                 "Debian's archive could not be asked for kernels",
                 why=reason,
-                hint="check the network and apt's proxy settings, or give a kernel: --kernel host or --kernel PATH",
+                hint="check the network and apt's proxy, or give a kernel: --kernel host, --kernel PATH",
             )
         ordered = sorted(offers.values(), key=lambda offer: version_key(offer.version), reverse=True)
         return Index(time.time(), architecture, tuple(ordered), missing)
@@ -390,7 +390,7 @@ class Archive:
         )
 
     def _run_apt(self, command: Sequence[str], *, limit: float) -> str:
-        """Return what apt said, both streams. apt's exit code is not looked at: one lost suite makes it 100."""
+        """Return what apt said. Its exit code is not looked at: one lost suite makes it 100."""
         try:
             done = subprocess.run(
                 command,
@@ -549,7 +549,7 @@ def _failures(output: str) -> dict[str, str]:
     general = [line[2:].strip() for line in lines if line.startswith("E:")]
     if general and not failures and not any(line.startswith(("Get:", "Hit:")) for line in lines):
         # Nothing came at all, and no line names a suite: a lock, a bad configuration.
-        failures = {suite: general[0] for suite in SUITES}
+        failures = dict.fromkeys(SUITES, general[0])
     return failures
 
 

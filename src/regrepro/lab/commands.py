@@ -53,7 +53,7 @@ def lab() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print the verdicts as JSON.")
 @click.option("--quiet", "-q", is_flag=True, help="No progress.")
 @click.pass_context
-def run_command(  # fmt: skip
+def run_command(  # noqa: PLR0917 - click passes by name
     ctx: click.Context,
     /,
     names: tuple[str, ...],

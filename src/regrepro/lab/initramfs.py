@@ -1,7 +1,7 @@
 """The initramfs of a lab guest: virtme-ng's own, with an init of ours laid over it.
 
-virtme-ng's init brings up what an interactive guest wants: udev with a coldplug of every device, tmpfiles, the
-root read over 9p without a cache. Under emulation that is most of the time from boot to verdict, and nothing
+virtme-ng's init brings up what an interactive guest wants: udev with a coldplug of every device, tmpfiles,
+the root read over 9p without a cache. Under emulation that is most of the time from boot to verdict, and nothing
 here needs it. Ours mounts what is needed, reads the root through the page cache (it is read-only, and
 nothing on it changes for the guest while it runs), and starts one command.
 
@@ -38,8 +38,8 @@ class Mount:
 class Plan:
     """What the guest's init makes. Paths are the host's, which are the guest's too.
 
-    `modules` is the directory of the kernel's modules (None: it has none), `overlays` are directories that the
-    guest may change for itself alone, `script` the shell script that it runs as its only purpose.
+    `modules` is the directory of the kernel's modules (None: it has none), `overlays` are directories that
+    the guest may change for itself alone, `script` the shell script that it runs as its only purpose.
     """
 
     release: str
@@ -127,9 +127,8 @@ def init_script(plan: Plan, modules: Sequence[str]) -> str:
         target = shlex.quote(f"/newroot{os.path.realpath(mount.path)}")
         access = "rw" if mount.writable else "ro"
         lines.append(f"mkdir -p {target} 2>/dev/null")
-        lines.append(
-            f"mount -n -t 9p -o {access},{_NINE_P} {shlex.quote(mount.tag)} {target} || {_give_up(mount.path)}"
-        )
+        options, tag = f"{access},{_NINE_P}", shlex.quote(mount.tag)
+        lines.append(f"mount -n -t 9p -o {options} {tag} {target} || {_give_up(mount.path)}")
     lines += _ports()
     command = f". {shlex.quote(plan.script)}"
     lines += [
@@ -174,8 +173,9 @@ def _overlays(overlays: Iterable[str]) -> Iterable[str]:
         target = shlex.quote(f"/newroot{os.path.realpath(overlay)}")
         base = f"/newroot/run/regrepro-lab/{number}"
         yield f"mkdir -p {base}/upper {base}/work"
+        options = f"lowerdir={target},upperdir={base}/upper,workdir={base}/work"
         yield (
-            f"mount -t overlay -o lowerdir={target},upperdir={base}/upper,workdir={base}/work overlay {target} "
+            f"mount -t overlay -o {options} overlay {target} "
             f"|| echo {shlex.quote(f'regrepro: {overlay} stays read-only in the guest')}"
         )
 
@@ -185,7 +185,7 @@ def _modules(plan: Plan) -> Iterable[str]:
         return
     place = shlex.quote(f"/newroot{os.path.realpath('/lib/modules')}")
     modules = os.path.realpath(plan.modules)
-    if os.path.dirname(modules) == os.path.realpath("/lib/modules"):
+    if Path(modules).parent == Path(os.path.realpath("/lib/modules")):
         return  # the host's own, where they belong already
     yield f"mkdir -p {place}"
     yield f"mount -t tmpfs modules {place} || {_give_up('/lib/modules')}"

@@ -1,7 +1,7 @@
-"""Kernels for the lab: by series from Debian's archive, kept in a cache directory; the host's own; or by path.
+"""Kernels for the lab: from Debian's archive, kept in a cache directory; the host's own; or by path.
 
-A kept kernel lies at `CACHE/kernels/RELEASE/lib/modules/RELEASE/` with `vmlinuz`, `config`, `System.map` and its
-modules, whatever layout its package had: that is where virtme-ng finds the modules that belong to an image.
+A kept kernel lies at `CACHE/kernels/RELEASE/lib/modules/RELEASE/` with `vmlinuz`, `config`, `System.map` and
+its modules, whatever layout its package had: that is where virtme-ng looks for the modules of an image.
 Nothing is ever installed on the host.
 """
 
@@ -63,8 +63,8 @@ class Kernel:
     """A kernel that can be booted.
 
     `image` is what QEMU loads (or, where `build_tree`, the tree that virtme-ng takes it from), `modules` the
-    directory of its modules (None: it has none), `config` its build configuration (None: unknown). `version` is
-    the package's, empty where there is no package; `origin` is a sentence for people.
+    directory of its modules (None: it has none), `config` its build configuration (None: unknown). `version`
+    is the package's, empty where there is no package; `origin` is a sentence for people.
     """
 
     release: str
@@ -129,9 +129,9 @@ class Kernels:
     def get(self, name: str) -> Kernel:
         """Return the kernel that a name stands for; download it if need be.
 
-        `name` is `latest`, a series (`6.12`), a release or version on offer, `host`, or a path: an image beside
-        its modules, a build tree, an unpacked package or a .deb. Raises `UsageError` for a name that means
-        nothing, `EnvironmentProblem` when the kernel cannot be had.
+        `name` is `latest`, a series (`6.12`), a release or version on offer, `host`, or a path: an image
+        beside its modules, a build tree, an unpacked package or a .deb. Raises `UsageError` for a name that
+        means nothing, `EnvironmentProblem` when the kernel cannot be had.
         """
         if name == "host":
             return self._host()
@@ -219,7 +219,7 @@ class Kernels:
             return kept[0]
 
     def _fetch_or_cached(self, offer: Offer, index: Index, fits: Callable[[Kernel], bool]) -> Kernel:
-        """Return the offer's kernel. If it cannot be downloaded, the newest kept one that fits, and say so."""
+        """Return the offer's kernel; if it cannot be downloaded, the newest kept one that fits."""
         if index.stale:
             self.watcher.say(index.stale)
         try:
@@ -287,7 +287,7 @@ class Kernels:
         return answer
 
     def prune(self) -> list[str]:
-        """Remove all kept kernels but the newest of each series, and what aborted runs left. Return what went."""
+        """Remove kept kernels but the newest of each series, and what aborted runs left. Return what went."""
         gone = []
         seen = set()
         for kernel in self.cached():
@@ -327,7 +327,7 @@ class Kernels:
 
     @contextlib.contextmanager
     def _scratch(self, need: int) -> Iterator[Path]:
-        """Make a temporary directory beside the kept kernels, with room for `need` bytes; remove it at the end."""
+        """Make a temporary directory beside the kept kernels, with room for `need` bytes, for a while."""
         scratch = self._kept / f".new-{os.getpid()}-{time.monotonic_ns()}"
         try:
             scratch.mkdir(parents=True)

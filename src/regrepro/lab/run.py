@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from types import FrameType
@@ -46,7 +46,7 @@ class LabOptions:
     numa: int = 1
     cpus: int | None = None
     accel: str = "auto"
-    limits: Limits = Limits()
+    limits: Limits = field(default_factory=Limits)
 
     def settings(self) -> Settings:
         """Return the machine's settings. Raises `UsageError`."""
@@ -78,7 +78,7 @@ def lab_run(
     """Run scenarios in a guest and leave `record.jsonl` and `verdicts.json` in `out`; return `out`.
 
     A guest that panics, hangs or runs out of memory is no error here: the record keeps what was seen, with an
-    event `lab` that says what happened, and is judged. Raises `UsageError` for what is wrong with the names or
+    event `lab` that says what happened, and is judged. Raises `UsageError` for what is wrong with names or
     options, `EnvironmentProblem` when there is no kernel or machine to run in, `Interrupted`.
     """
     from regrepro import judge
@@ -157,8 +157,8 @@ def _made(out: Path) -> Path:
 def _signals() -> Iterator[None]:
     """Turn SIGINT, SIGTERM and SIGHUP into an exception, so that everything is given back on the way out."""
 
-    def stop(signum: int, _frame: FrameType | None) -> None:
-        raise _Stop(signum)
+    def stop(number: int, _frame: FrameType | None) -> None:
+        raise _Stop(number)
 
     saved: dict[int, Any] = {}
     with contextlib.suppress(ValueError):  # not the main thread: whoever calls handles signals
@@ -168,8 +168,8 @@ def _signals() -> Iterator[None]:
     try:
         yield
     finally:
-        for signum, handler in saved.items():
-            signal.signal(signum, handler)
+        for number, handler in saved.items():
+            signal.signal(number, handler)
 
 
 class Workplace:
@@ -215,7 +215,7 @@ def workplace() -> Iterator[Workplace]:
 class _Booted:
     """Boots one machine and runs one spec in it."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0917 - what a run is made of, in order
         self,
         kernel: Kernel,
         settings: Settings,
@@ -321,8 +321,8 @@ class _Booted:
 def guest_script(spec_file: Path) -> tuple[str, list[Path]]:
     """Return the shell command that runs a spec in the guest, and the directories that it reads.
 
-    The guest's Python is this one, with this one's import path given outright: `-S` leaves out what site would
-    do, which under emulation takes seconds.
+    The guest's Python is this one, with this one's import path given outright: `-S` leaves out what site
+    would do, which under emulation takes seconds.
     """
     package = Path(regrepro.__file__).resolve().parent.parent
     standard = {Path(os.__file__).parent, Path(os.__file__).parent / "lib-dynload"}
@@ -500,8 +500,9 @@ def run_commands(
     out: Path,
     progress: LabProgress | None = None,
 ) -> tuple[Ending, list[tuple[int | None, str]]]:
-    """Run shell commands as root in one guest, with soft-RoCE; return how it ended, and each one's exit code and
-    output.
+    """Run shell commands as root in one guest with soft-RoCE.
+
+    Return how it ended, and each command's exit code and output.
 
     For tests and benchmarks. The exit code is None for a command that did not end.
     """

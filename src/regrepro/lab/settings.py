@@ -14,7 +14,7 @@ from regrepro.options import format_size, parse_size
 ACCEL_CHOICES = ("auto", "kvm", "tcg")
 MAX_NODES = 8
 _MIB, _GIB = 1 << 20, 1 << 30
-# The guest's root is this machine's own file system over 9p; below this Python and numpy do not fit beside it.
+# Below this, Python and numpy do not fit beside the kernel.
 _LEAST_MEMORY = 512 * _MIB
 _ORDINARY_MEMORY = 2 * _GIB
 # x86-64 and arm64 take 2,048 bytes (COMMAND_LINE_SIZE); about 700 are ours and virtme-ng's.
@@ -22,8 +22,8 @@ _COMMAND_LINE_LIMIT = 1200
 
 # What the lab or virtme-ng sets itself; a second value would break the boot or hide a panic.
 _OWN = frozenset(
-    """init rdinit root rootfstype rootflags rootwait initrd ro rw console earlyprintk earlycon panic
-    loglevel quiet nr_open raid""".split()
+    {"init", "rdinit", "root", "rootfstype", "rootflags", "rootwait", "initrd", "ro", "rw", "raid"}
+    | {"console", "earlyprintk", "earlycon", "panic", "loglevel", "quiet", "nr_open"}
 )
 _OWN_PREFIXES = ("virtme", "regrepro.")
 # kernel parameters of memory reservations: [KMGTPE] as memparse (lib/cmdline.c) takes it.
@@ -138,8 +138,8 @@ def make_settings(
 def default_memory(arguments: Iterable[str], numa: int) -> int:
     """Return bytes enough for the reservations in `arguments`, and for the guest beside them.
 
-    `hugetlb_cma` reserves whole gigantic pages (1 GiB on x86-64), aligned, on each node: a node of 3 GiB had no
-    room for one, a node of 4 GiB has (mm/hugetlb_cma.c: per_node = DIV_ROUND_UP(size, nodes)).
+    `hugetlb_cma` reserves whole gigantic pages (1 GiB on x86-64), aligned, on each node: a node of 3 GiB had
+    no room for one, a node of 4 GiB has (mm/hugetlb_cma.c: per_node = DIV_ROUND_UP(size, nodes)).
     """
     node = _ORDINARY_MEMORY
     for argument in arguments:
