@@ -834,7 +834,7 @@ def topology(reader: Reader, sheet: Sheet) -> None:
         value = reader.read(f"sys/kernel/iommu_groups/{group}/type").value
         if value:
             domain_types.add(value)
-    if reader.live or iommus or groups:
+    if surveyed(reader) or iommus or groups:
         sheet.add(
             "topology",
             "iommu",

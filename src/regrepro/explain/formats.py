@@ -198,7 +198,8 @@ def _efa_hint(line: str) -> list[str]:
 
 
 _LIBFABRIC = re.compile(
-    r":(?P<provider>[\w;]{2,30}):mr:(?P<function>\w{3,50})\(\):\d{1,6}<\w{3,6}>\s(?P<rest>(?:[Uu]nable to "
+    r":(?P<provider>[\w;]{2,30}):mr:(?P<function>\w{3,50})\(\):\d{1,6}<(?:warn|error|err|alert|crit)\w{0,4}>\s"
+    r"(?P<rest>(?:[Uu]nable to "
     r"(?:register|reg)\b|(?:fi|ibv)_\w{1,30}|[Ff]ailed to reg|mr reg).{0,300})"
 )
 
@@ -226,7 +227,8 @@ def _plain_verb(match: re.Match[str], line: str) -> Parsed:
 
 _PLAIN_VERB = re.compile(
     rf"\b(?P<call>{REG_CALL})\b(?:\(\))?(?P<rest>(?:\s|:|,|=|-|\()(?!\w{{0,20}}success).{{0,120}}?"
-    r"(?:fail|Fail|error|Error|ERROR|returned (?:NULL|null|-)|Cannot allocate|Bad address|Invalid "
+    r"(?:failed|Failed|FAILED|error|Error|ERROR|returned (?:NULL|null|-)|Cannot allocate|Bad "
+    "address|Invalid "
     r"argument|not supported|not permitted|temporarily unavailable).{0,120})"
 )
 _VERB_AFTER = re.compile(
