@@ -101,7 +101,8 @@ for c in "" $(sed -n 's/^0:://p' /proc/self/cgroup 2>/dev/null); do
         "/sys/fs/cgroup$c/rdma.max" "/sys/fs/cgroup$c/memory.events"
 done
 [ -e /.dockerenv ] && : >"$out/.dockerenv"
-# One `ls` for all: "/proc/PID/fd:" lines, then the descriptors.
+# One `ls` for all: "/proc/PID/fd:" lines, then the descriptors. The names are numbers.
+# shellcheck disable=SC2012
 holders=$(ls -l /proc/[0-9]*/fd 2>/dev/null |
     sed -n -e 's,^/proc/\([0-9]*\)/fd:$,\1,;t keep' -e 's,^.* \([0-9]*\) -> \(/dev/infiniband/uverbs.*\)$,= \1 \2,p' \
         -e d -e ':keep' -e p)

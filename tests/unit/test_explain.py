@@ -190,6 +190,12 @@ def test_scan_counts_lines_and_cuts_endless_ones() -> None:
         assert [one.number for one in found] == [2, 3, 4]
 
 
+def test_binary_noise_says_nothing() -> None:
+    result = run(bytes(range(256)) * 4096)
+    assert result["groups"] == []
+    assert result["remarks"] == []
+
+
 def test_ranges() -> None:
     assert ranges([0, 1, 2, 3, 7]) == "0-3, 7"
     assert ranges([]) == ""
