@@ -484,7 +484,9 @@ def movable_blocks(memory_map: MemoryMap) -> None:
     outside = np.array([first - 1], dtype=np.uint64)
     check("blocks: and its neighbour as before", now.classify(outside)[0] == memory_map.classify(outside)[0])
     reader = PageReader(now)
-    with memory.Range.anonymous(64 << 20, huge=False) as buffer:
+    # A zone that was movable before has other free pages; all of them together reach the block's.
+    other = sum(zone.free for zone in memory_map.zones if zone.name == "Movable") * PAGE
+    with memory.Range.anonymous((64 << 20) + other, huge=False) as buffer:
         buffer.populate()
         state = reader.snapshot(buffer.address, buffer.length)
         inside = int(((state.pfn >= first) & (state.pfn < end)).sum())

@@ -503,6 +503,8 @@ def compare(
     # pageblock_flags[] is a flexible array: where it begins, the struct ends.
     if layout.flags_offset != layout.usage_size:
         differ((-1, "all"), "offset of pageblock_flags", layout.flags_offset, layout.usage_size)
+    if layout.types > 1 << layout.type_bits:
+        differ((-1, "all"), "values of the type bits", 1 << layout.type_bits, layout.types)
     # migratetype_names[] is in the order of the enum.
     for kind, value in (("CMA", layout.cma), ("Isolate", layout.isolate)):
         said = kernel.types.index(kind) if kind in kernel.types else None

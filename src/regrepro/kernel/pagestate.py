@@ -8,8 +8,10 @@ user may not read is None, and `problems` says so.
 from __future__ import annotations
 
 import os
+import re
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -52,6 +54,23 @@ GUP_PIN_COUNTING_BIAS = (
 UNKNOWN_COUNT = -1
 
 _NO_RUN = 1 << 62  # stands for absent pages while PFNs are run-length encoded
+
+
+_MAPPING = re.compile(r"[0-9a-f]+-[0-9a-f]+ ")
+
+
+def _overlaps(line: str, first: int, end: int) -> bool:
+    """Whether a line of /proc/PID/maps is of a mapping that overlaps [first, end)."""
+    low, _, high = line.split(maxsplit=1)[0].partition("-")
+    return int(low, 16) < end and int(high, 16) > first
+
+
+def _is_device(line: str) -> bool:
+    """Whether a mapping may be a PFN map: of a device, of sysfs, or one that the kernel itself made."""
+    path = line.split(maxsplit=5)[5]
+    return path.startswith(("/dev/", "/sys/", "/proc/", "[v", "anon_inode:")) and not path.startswith(
+        "/dev/shm/"
+    )
 
 
 def _bit(flags: NDArray[np.uint64], bit: int) -> NDArray[np.bool_]:
@@ -262,8 +281,43 @@ class PageReader:
             result.exclusive = entries & np.uint64(PM_EXCLUSIVE) != 0
             if not hidden.any():
                 self._add_counts(result, sources)
+            if not present.all():
+                self._mark_pfn_maps(result)
         result.source = ", ".join(sources)
         return result
+
+    def _mark_pfn_maps(self, result: PageState) -> None:
+        """Tell pages of a PFN map, which pagemap shows as absent (walk_page_test(), mm/pagewalk.c), from
+        absent ones.
+
+        Only mappings of device files are looked at, since the flags of a mapping cost a walk over its pages.
+        """
+        folder = Path(f"/proc/{self._pid or 'self'}")
+        end = result.address + result.pages * PAGE_SIZE
+        try:
+            lines = (folder / "maps").read_text(errors="replace").splitlines()
+            devices = [
+                line
+                for line in lines
+                if _overlaps(line, result.address, end) and line.split(maxsplit=5)[5:] and _is_device(line)
+            ]
+            if not devices:
+                return
+            smaps = (folder / "smaps").read_text(errors="replace").splitlines()
+        except OSError as error:
+            result.problems.append(f"{folder}/smaps: {error.strerror}")
+            return
+        current: tuple[int, int] | None = None
+        for line in smaps:
+            if _MAPPING.match(line):
+                first, last = (int(part, 16) for part in line.split(maxsplit=1)[0].split("-"))
+                current = (first, last) if first < end and last > result.address else None
+            elif current is not None and line.startswith("VmFlags:") and "pf" in line.split():
+                low = max(current[0] - result.address, 0) // PAGE_SIZE
+                high = (min(current[1], end) - result.address) // PAGE_SIZE
+                absent = result.state[low:high] == NOT_PRESENT
+                result.state[low:high][absent] = SPECIAL
+                result.place[low:high][absent] = UNKNOWN
 
     def _add_counts(self, result: PageState, sources: list[str]) -> None:
         pfn = result.pfn
