@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -343,3 +344,16 @@ def test_mmap_module_pages_too(reader: PageReader) -> None:
         region[0] = 1
         address = np.frombuffer(region, dtype=np.uint8).ctypes.data
         assert reader.snapshot(address, PAGE_SIZE).pages == 1
+
+
+def test_a_pfn_map_is_not_absent(reader: PageReader) -> None:
+    """vvar holds kernel pages in a mapping that pagemap passes over on most kernels."""
+    lines = [line for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith("[vvar]")]
+    smaps = Path("/proc/self/smaps").read_text()
+    if not lines or " pf " not in smaps[smaps.index("[vvar]") :].split("VmFlags:", 1)[1].split("\n")[0] + " ":
+        pytest.skip("this kernel has no [vvar] that is a PFN map")
+    first, end = (int(part, 16) for part in lines[0].split()[0].split("-"))
+    state = reader.snapshot(first, end - first)
+    assert set(state.state) == {pagestate.SPECIAL} and set(state.place) == {UNKNOWN}
+    beside = reader.snapshot(first, end - first, counts=False)
+    assert beside.pages == state.pages
