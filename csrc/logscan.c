@@ -1,4 +1,4 @@
-// Many needles in one pass (Wu and Manber's block shifts), for reading logs of gigabytes.
+/* Many needles in one pass (Wu and Manber's block shifts), for reading logs of gigabytes. */
 
 #define _GNU_SOURCE
 #include "logscan.h"

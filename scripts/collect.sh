@@ -14,7 +14,16 @@ LC_ALL=C
 export LC_ALL
 host=$(cat /proc/sys/kernel/hostname 2>/dev/null || echo node)
 out=${1:-./regrepro-collect-$host}
-case $out in -*) echo "usage: sh collect.sh [FOLDER]" >&2; exit 2 ;; esac
+case $out in
+    -h | --help)
+        sed -n '2,/^$/s/^# \{0,1\}//p' "$0"
+        exit 0
+        ;;
+    -*)
+        echo "usage: sh collect.sh [FOLDER]" >&2
+        exit 2
+        ;;
+esac
 if [ -e "$out" ]; then
     echo "collect.sh: $out exists already: name another folder" >&2
     exit 2

@@ -667,7 +667,9 @@ def rdma(reader: Reader, sheet: Sheet) -> None:
     """RDMA devices: firmware, driver and its origin, links, capabilities, MRs in use and their limit."""
     folder = "sys/class/infiniband"
     names = reader.names(folder)
-    infos_text = reader.command("ibv_devinfo")
+    infos_text = Text(None, "ibv_devinfo -v", "there is no RDMA device")
+    if names or not reader.live:
+        infos_text = reader.command("ibv_devinfo")
     infos = parse.devinfo(infos_text.text or "")
     limits_by_device, limits_why = _queried(reader, names)
     usage, usage_source, usage_why = _usage(reader, names)
@@ -677,6 +679,8 @@ def rdma(reader: Reader, sheet: Sheet) -> None:
     for name in names:
         base = f"{folder}/{name}"
         driver_name = (reader.link(f"{base}/device/driver") or "").rsplit("/", 1)[-1] or None
+        if driver_name is None and isinstance(limits_by_device.get(name, {}).get("driver"), str):
+            driver_name = limits_by_device[name]["driver"]
         if driver_name is None and name.startswith("mlx5_"):
             driver_name = "mlx5_core"
         if driver_name is None and re.match(r"rxe\d|.*_rxe", name):

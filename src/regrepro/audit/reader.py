@@ -114,6 +114,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     # Only what no file tells.
     "nvidia-smi": ("nvidia-smi", "-q"),
     "ofed_info": ("ofed_info", "-s"),
+    "ibv_devinfo": ("ibv_devinfo", "-v"),
 }
 COMMAND_SECONDS = 10
 

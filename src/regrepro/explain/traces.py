@@ -172,7 +172,7 @@ _RETSNOOP = re.compile(
 _GENERIC = re.compile(
     r"\b(?:(?:kretprobe|kretfunc|fexit|kprobe|kfunc):(?:\w{1,40}:)?)?(?P<fn>[A-Za-z_]\w{3,60})(?:\+0)?"
     r"(?:\(\))?"
-    r"(?:\s{0,8}(?:->|:|=|,|\bretval\b|\bret\b|\breturned\b|\breturns\b|\brc\b|\berr\b)){1,4}\s{0,4}"
+    r"(?:\s{0,40}(?:->|:|=|,|\bretval\b|\bret\b|\breturned\b|\breturns\b|\brc\b|\berr\b)){1,4}\s{0,4}"
     r"(?P<ret>-\d{1,5}|0x[fF]{4,13}[0-9a-fA-F]{1,4}|4294967[0-9]{3}|1844674407370955\d{4}|\d{1,7})(?![\w.])"
 )
 _RET_ARGUMENT = re.compile(
