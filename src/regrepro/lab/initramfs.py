@@ -1,8 +1,8 @@
 """The initramfs of a lab guest: virtme-ng's own, with an init of ours laid over it.
 
 virtme-ng's init brings up what an interactive guest wants: udev with a coldplug of every device, tmpfiles,
-the root read over 9p without a cache. Under emulation that is most of the time from boot to verdict, and nothing
-here needs it. Ours mounts what is needed, reads the root through the page cache (it is read-only, and
+the root read over 9p without a cache. Under emulation that is most of the time from boot to verdict, and
+nothing here needs it. Ours mounts what is needed, reads the root through the page cache (it is read-only, and
 nothing on it changes for the guest while it runs), and starts one command.
 
 The kernel unpacks archives that follow each other one after the other, the later over the earlier, so ours is

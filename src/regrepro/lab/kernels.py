@@ -135,7 +135,12 @@ class Kernels:
         """
         if name == "host":
             return self._host()
-        if "/" in name or name.endswith(".deb") or (not name[:1].isdigit() and Path(name).exists()):
+        if (
+            "/" in name
+            or name.endswith(".deb")
+            or name[:1] == "."
+            or (name[:1].isalpha() and Path(name).exists())
+        ):
             return self._from_path(Path(name))
         if name == "latest":
             return self._latest()

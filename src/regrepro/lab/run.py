@@ -21,7 +21,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import regrepro
 from regrepro.errors import EnvironmentProblem, RegreproError, UsageError
 from regrepro.kernel import leftovers
 from regrepro.lab import accel as acceleration
@@ -34,6 +33,7 @@ from regrepro.options import RunOptions, format_size
 from regrepro.record import FILE_NAME, RecordWriter, encode
 
 CONSOLE_FILE = "console.log"
+_PACKAGE = Path(__file__).resolve().parents[1]
 
 
 @dataclass(frozen=True)
@@ -324,7 +324,7 @@ def guest_script(spec_file: Path) -> tuple[str, list[Path]]:
     The guest's Python is this one, with this one's import path given outright: `-S` leaves out what site
     would do, which under emulation takes seconds.
     """
-    package = Path(regrepro.__file__).resolve().parent.parent
+    package = _PACKAGE.parent
     standard = {Path(os.__file__).parent, Path(os.__file__).parent / "lib-dynload"}
     places = [package]
     for entry in sys.path:
@@ -351,10 +351,9 @@ def compile_package() -> None:
     """Compile regrepro's own modules where they lie: the guest throws away what it compiles."""
     import compileall
 
-    root = Path(regrepro.__file__).parent
-    if os.access(root, os.W_OK):
+    if os.access(_PACKAGE, os.W_OK):
         with contextlib.suppress(OSError):
-            compileall.compile_dir(str(root), quiet=2)
+            compileall.compile_dir(str(_PACKAGE), quiet=2)
 
 
 class _Follow:

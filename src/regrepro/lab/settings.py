@@ -144,7 +144,9 @@ def default_memory(arguments: Iterable[str], numa: int) -> int:
     node = _ORDINARY_MEMORY
     for argument in arguments:
         name, _, value = argument.partition("=")
-        sizes = [parse_size(size) for size in re.findall(r"(?<!:)\b(\d+[kKmMgGtT])\b", value)]
+        # `2G`, `0:1G,1:1G`, `512M@0x40000000`; a bare number is in bytes or a percentage, and small.
+        words = [part.partition("@")[0].rpartition(":")[2] for part in value.split(",")]
+        sizes = [parse_size(word) for word in words if re.fullmatch(r"0*[1-9]\d*[kKmMgGtT]", word)]
         if name == "hugetlb_cma" and sizes:
             share = max(sizes) if ":" in value else -(-sizes[0] // numa)
             node = max(node, -(-share // _GIB) * _GIB + 3 * _GIB)
