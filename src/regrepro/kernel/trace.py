@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno as errnos
 import os
+import re
 import time
 from _thread import get_native_id
 from contextlib import suppress
@@ -53,6 +54,10 @@ _OPTIONS = {
     "bin": "0",
     "block": "0",
 }
+
+
+# per_cpu/cpuN/stats: tracing_stats_read(), kernel/trace/trace.c.
+_LOST_EVENTS = re.compile(rb"^(?:overrun|commit overrun|dropped events): (\d+)", re.MULTILINE)
 
 
 class Token(NamedTuple):
@@ -161,6 +166,8 @@ class Tracer:
             raise _Unusable("this kernel is built without CONFIG_KPROBE_EVENTS")
         trace_fs.reclaim(self._tracefs)
         self._instance_name, self._group = trace_fs.own_names(self._owner)
+        # "  event   hits   misses" (kernel/trace/trace_kprobe.c, probes_profile_seq_show()).
+        self._profile_line = re.compile(rb"_%d\s+\d+\s+(\d+)" % self._owner)
         instance = self._tracefs / "instances" / self._instance_name
         # Written down before they exist. The instance is given back first: it uses the probes.
         self._entries.append(self._journal.add("kprobe-group", group=self._group))
@@ -402,25 +409,17 @@ class Tracer:
 
     def _losses(self) -> tuple[int, int, dict[int, int]]:
         """Return this process' PID, hits missed by our probes so far, events lost so far by CPU."""
-        missed = 0
         text, offset = b"", 0
         while part := os.pread(self._profile, 1 << 16, offset):
             text += part
             offset += len(part)
-        suffix = f"_{self._owner}".encode()
-        for line in text.splitlines():
-            fields = line.split()
-            if len(fields) >= 3 and fields[0].endswith(suffix):
-                missed += int(fields[2])
+            if len(part) < 1 << 11:
+                break  # a reader's buffer is a page: a short part is the last one
+        missed = sum(map(int, self._profile_line.findall(text)))
         lost = {}
         for cpu, file in enumerate(self._stats):
-            total = 0
             text = file.read_bytes() if isinstance(file, Path) else os.pread(file, 1024, 0)
-            for line in text.splitlines():
-                key, _, value = line.partition(b":")
-                if key in (b"overrun", b"commit overrun", b"dropped events"):
-                    total += int(value)
-            lost[cpu] = total
+            lost[cpu] = sum(map(int, _LOST_EVENTS.findall(text)))
         return os.getpid(), missed, lost
 
     # The end

@@ -14,15 +14,12 @@ from typing import Any
 from regrepro.kernel.trace_flags import FlagNames
 from regrepro.kernel.trace_probes import RETURNS
 
-# "  comm-123   [001] .....    69.759541: event: rest"; a thread-group id may stand before the CPU.
-_LINE = re.compile(
-    r"^\s*(?P<comm>.*?)-(?P<tid>\d+)\s+(?:\(\s*[\d-]+\)\s+)?\[(?P<cpu>\d+)\]\s+\S+\s+"
-    r"(?P<seconds>\d+)\.(?P<micro>\d{6}): (?P<event>[\w.]+): ?(?P<rest>.*)$"
-)
-_STACK = re.compile(r"^\s*(?P<comm>.*?)-(?P<tid>\d+)\s+(?:\(\s*[\d-]+\)\s+)?\[\d+\]\s.*: <stack trace>$")
+# "  comm-123   [001] .....    69.759541: event: rest"; a thread-group id may stand before the CPU. Searched
+# for, not matched: a command's name may hold anything, and matching it lazily takes most of the time.
+_HEAD = r"-(\d+)\s+(?:\([ \d-]+\)\s+)?\[(\d+)\]\s+\S+\s+(\d+)\.(\d{6}): "
+_LINE = re.compile(_HEAD + r"([\w.]+): ?(.*)$")
+_STACK = re.compile(_HEAD + r"<stack trace>$")
 _LOST = re.compile(r"^CPU:(?P<cpu>\d+) \[LOST(?: (?P<count>\d+))? EVENTS\]$")
-_RETURN = re.compile(r"^\((?P<caller>.*) <- (?P<function>[^)]*)\)(?P<rest>.*)$")
-_ENTRY = re.compile(r"^\((?P<function>[^)]*)\)(?P<rest>.*)$")
 _PAIR = re.compile(r"(\w+)=(\S+)")
 _SYMBOL = re.compile(r"^(?P<name>[^\s+]+)(?:\+0x[0-9a-f]+(?:/0x[0-9a-f]+)?)?(?P<module> \[[^\]]+\])?")
 # What stands in a frame whose return address another return probe has taken.
@@ -76,28 +73,27 @@ def parse(
             if stack_owner is not None:
                 stack_owner.setdefault("stack", []).append(symbol(line[4:]) or line[4:].strip())
             continue
-        found = _LINE.match(line)
+        stack_owner = None
+        found = _LINE.search(line)
         if not found:
-            stack_owner = None
             if lost := _LOST.match(line.strip()):
                 cpu = int(lost["cpu"])
                 pending[cpu] = pending.get(cpu, 0) + int(lost["count"] or 1)
-            elif stack := _STACK.match(line):
-                stack_owner = last_of.get(stack["tid"])
+            elif stack := _STACK.search(line):
+                stack_owner = last_of.get(stack[1])
             continue
-        cpu, us = int(found["cpu"]), int(found["seconds"]) * 1_000_000 + int(found["micro"])
+        tid, cpu_text, seconds, micro, name, rest = found.groups()
+        us = int(seconds) * 1_000_000 + int(micro)
         if us < since_us:
-            pending.pop(cpu, None)
-            last_of[found["tid"]] = None
+            pending.pop(int(cpu_text), None)
+            last_of[tid] = None
             continue
-        known = names.get(found["event"])
-        event = _event(known, found["rest"], flags) if known else None
+        known = names.get(name)
+        event = _event(known, rest, flags) if known else None
         if event is not None:
-            event["us"], event["tid"] = us, int(found["tid"])
+            event["us"], event["tid"] = us, int(tid)
             parsed.events.append(event)
-        if found["event"] != "kernel_stack":
-            last_of[found["tid"]] = event
-        stack_owner = None
+        last_of[tid] = event
     parsed.lost = pending
     return parsed
 
@@ -106,15 +102,16 @@ def _event(known: tuple[str, str], rest: str, flags: FlagNames) -> dict[str, Any
     name, kind = known
     if kind == "tracepoint":
         return {"tracepoint": name, "fields": {key: _value(value) for key, value in _PAIR.findall(rest)}}
-    found = (_RETURN if kind == "return" else _ENTRY).match(rest)
-    if not found:
+    # "(caller+0x1/0x2 [module] <- function) key=value …" or "(function+0x0/0x60) key=value …"
+    place, closed, pairs = rest.partition(") ")
+    if not closed or not place.startswith("("):
         return None
-    values = {key: _value(value) for key, value in _PAIR.findall(found["rest"])}
+    values = {key: _value(value) for key, _, value in (pair.partition("=") for pair in pairs.split())}
     event: dict[str, Any] = {"fn": name}
     if kind == "return":
         ret = values.pop("ret", None)
         event["ret"] = RETURNS[name].kept(ret) if isinstance(ret, int) and name in RETURNS else ret
-        event["caller"] = symbol(found["caller"])
+        event["caller"] = symbol(place[1:].partition(" <- ")[0])
     if values:
         bits = values.get("gup_flags")
         if isinstance(bits, int) and flags.values:
