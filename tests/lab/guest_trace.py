@@ -232,7 +232,7 @@ def overrun(tracer: Tracer) -> None:
     say(trace_tree.render(trace)[-1:])
     with memory.Range.anonymous(PAGE) as buffer:
         buffer.fill(1)
-        name, pin, trace = traced(tracer, lambda: pins.pin_vmsplice(buffer.address, PAGE))
+        name, pin, trace = traced(tracer, lambda: pins.pin_vmsplice(buffer.address, PAGE), stack=True)
         pin.release()
         check("the next trace is whole again", trace["status"] == "complete" and name is None, trace["why"])
     # Lost before the call: that spoils nothing.
@@ -283,7 +283,7 @@ def forked(tracer: Tracer) -> None:
         good = False
         with memory.Range.anonymous(PAGE) as buffer:
             buffer.fill(1)
-            _, pin, trace = traced(tracer, lambda: pins.pin_vmsplice(buffer.address, PAGE))
+            _, pin, trace = traced(tracer, lambda: pins.pin_vmsplice(buffer.address, PAGE), stack=True)
             pin.release()
             good = any(call["start"] == buffer.address for call in trace_tree.gup_calls(trace))
             good = good and trace["status"] == "complete"
@@ -339,7 +339,7 @@ def two_at_once(tracer: Tracer) -> None:
         good = mine.arm()
         with memory.Range.anonymous(PAGE) as buffer:
             buffer.fill(1)
-            _, pin, trace = traced(mine, lambda: pins.pin_vmsplice(buffer.address, PAGE))
+            _, pin, trace = traced(mine, lambda: pins.pin_vmsplice(buffer.address, PAGE), stack=True)
             pin.release()
             good = good and any(call["start"] == buffer.address for call in trace_tree.gup_calls(trace))
         mine.disarm()
@@ -351,7 +351,7 @@ def two_at_once(tracer: Tracer) -> None:
     check("a second run arms, sees its own and leaves nothing", good)
     with memory.Range.anonymous(PAGE) as buffer:
         buffer.fill(1)
-        _, pin, trace = traced(tracer, lambda: pins.pin_vmsplice(buffer.address, PAGE))
+        _, pin, trace = traced(tracer, lambda: pins.pin_vmsplice(buffer.address, PAGE), stack=True)
         pin.release()
         check(
             "while ours keeps working", any(c["start"] == buffer.address for c in trace_tree.gup_calls(trace))
