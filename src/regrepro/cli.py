@@ -41,6 +41,7 @@ _ROOMS = {
     "audit": ("regrepro.audit.commands", "audit"),
     "explain": ("regrepro.explain.commands", "explain"),
     "compare": ("regrepro.compare.commands", "compare"),
+    "report": ("regrepro.report.commands", "report"),
 }
 
 
