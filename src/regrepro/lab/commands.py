@@ -11,6 +11,7 @@ import click
 
 from regrepro.cli import Size, conclude, default_out, make_run_options, run_options
 from regrepro.errors import RegreproError, UsageError
+from regrepro.lab.archive import Index
 from regrepro.lab.settings import ACCEL_CHOICES
 from regrepro.options import format_size
 
@@ -155,8 +156,13 @@ def _kernel_as_json(kernel: Any) -> dict[str, Any]:
 
 
 def _show(kernels: Any, *, refresh: bool, everything: bool, as_json: bool) -> None:
-    index = kernels.on_offer(max_age=0) if refresh else kernels.on_offer()
     cached = kernels.cached()
+    try:
+        index = kernels.on_offer(max_age=0) if refresh else kernels.on_offer()
+    except RegreproError as problem:
+        if not cached:
+            raise
+        index = Index(0.0, "", (), {}, stale=str(problem))
     kept = {(kernel.release, kernel.version): kernel for kernel in cached}
     newest: dict[str, Any] = {}
     for offer in index.offers:

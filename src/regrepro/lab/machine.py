@@ -208,8 +208,8 @@ class Machine:
         watch = _Watch(limits, on_message)
         with contextlib.ExitStack() as stack:
             log = stack.enter_context(console_log.open("ab", buffering=0)) if console_log else None
-            process = self._start()
             stack.callback(self.kill)
+            process = self._start()
             if on_start is not None:
                 on_start(process.pid)
             assert process.stdout is not None
@@ -242,8 +242,11 @@ class Machine:
     def _start(self) -> subprocess.Popen[bytes]:
         libc = ctypes.CDLL(None, use_errno=True)
         parent = os.getpid()
+        # A signal that came between the fork and the assignment would leave a machine that nobody knows of.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
 
         def die_with_parent() -> None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             if os.getppid() != parent:
                 os._exit(1)
@@ -259,6 +262,8 @@ class Machine:
             )
         except OSError as error:
             raise EnvironmentProblem("QEMU cannot be started", why=error.strerror or str(error)) from error
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         return self._process
 
     def kill(self) -> None:

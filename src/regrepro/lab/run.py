@@ -196,7 +196,7 @@ def workplace() -> Iterator[Workplace]:
     """Make the workplace of one machine, and remove it."""
     directory = Path(tempfile.gettempdir()) / f"regrepro-lab-{secrets.token_hex(8)}"
     with leftovers.Journal() as journal:
-        entry = journal.add("directory", path=str(directory))
+        journal.add("directory", path=str(directory))
         place = Workplace(directory, journal)
         try:
             try:
@@ -208,8 +208,9 @@ def workplace() -> Iterator[Workplace]:
             yield place
         finally:
             shutil.rmtree(directory, ignore_errors=True)
-            place.ended()
-            journal.remove(entry)
+            # Not only what `place` knows: a signal may have come while an entry was being made.
+            for entry in journal.entries:
+                journal.remove(entry)
 
 
 class _Booted:
