@@ -30,6 +30,16 @@ def verdicts(run_dir: Path) -> dict[str, dict[str, Any]]:
         raise Unreadable(f"{path} holds no verdicts ({error})") from None
 
 
+def boot_of(run_dir: Path) -> str:
+    """Return the boot arguments of a run's guest, or the directory's name where the record does not tell."""
+    try:
+        with (run_dir / "record.jsonl").open(encoding="utf-8") as record:
+            boot = json.loads(record.readline())["lab"]["boot"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return run_dir.name
+    return " ".join(boot) or "no boot argument"
+
+
 def in_short(item: dict[str, Any] | None) -> str:
     """Return a verdict as a cell of the table."""
     if item is None:
@@ -97,7 +107,8 @@ def main(arguments: list[str]) -> int:
     except Unreadable as error:
         print(f"quickstart: {error}", file=sys.stderr)
         return 2
-    rows = [("", f"with {with_dir.name}", f"with {without_dir.name}")]
+    with_boot, without_boot = boot_of(with_dir), boot_of(without_dir)
+    rows = [("", with_boot, without_boot)]
     for name in dict.fromkeys([*first, *second]):
         one, two = first.get(name), second.get(name)
         rows.append((name, in_short(one), in_short(two)))
@@ -111,11 +122,11 @@ def main(arguments: list[str]) -> int:
 
     one, two = first.get(SUBJECT), second.get(SUBJECT)
     if one is not None:
-        print(textwrap.fill(f"{SUBJECT}, {with_dir.name}: {one['reason']}", WIDTH, subsequent_indent="  "))
+        print(textwrap.fill(f"{SUBJECT}, {with_boot}: {one['reason']}", WIDTH, subsequent_indent="  "))
         for sentence in proof(one):
             print(textwrap.fill(f"- {sentence}", WIDTH, initial_indent="  ", subsequent_indent="    "))
     if two is not None:
-        print(textwrap.fill(f"{SUBJECT}, {without_dir.name}: {two['reason']}", WIDTH, subsequent_indent="  "))
+        print(textwrap.fill(f"{SUBJECT}, {without_boot}: {two['reason']}", WIDTH, subsequent_indent="  "))
     print(f"\nRun directories:\n  {with_dir}\n  {without_dir}")
 
     as_it_should = (

@@ -14,7 +14,7 @@ LARGE, SMALL = 64 << 20, os.sysconf("SC_PAGE_SIZE")
 COUNT = 200
 SHARED = "guest"
 # How a run is done: trace, where the record lies, bound. A node writes to a file system of its own, as is
-# the guest's /run; the lab's record goes to the host over 9p, which under emulation costs eight times as much.
+# the guest's /run; the lab's record goes to the host over 9p, which costs eight times as much under TCG.
 WAYS = {
     "": ("auto", "/run/regrepro-bench", 1.1),
     ", --trace off": ("off", "/run/regrepro-bench", 1.1),

@@ -116,20 +116,22 @@ def test_digest_follows_the_c_sources(tmp_path: Path) -> None:
 # --- the quickstart's table
 
 
-def run_directory(path: Path, *records: record_builder.Record) -> Path:
-    """Write the verdicts of records as one run directory."""
+def run_directory(path: Path, *records: record_builder.Record, boot: str = "") -> Path:
+    """Write the verdicts of records as one run directory, with the header of a guest's record."""
     path.mkdir()
+    (path / "record.jsonl").write_text(json.dumps({"lab": {"boot": boot.split()}}) + "\n")
     verdicts = [item for record in records for item in judge.judge_record(record)["verdicts"]]
     (path / "verdicts.json").write_text(json.dumps({"schema": judge.SCHEMA, "verdicts": verdicts}))
     return path
 
 
 def test_table_of_what_it_should_show(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    one = run_directory(tmp_path / "hugetlb_cma=2G", record_builder.reproduced_record())
-    two = run_directory(tmp_path / "hugetlb_cma=0", record_builder.placement_record())
+    one = run_directory(tmp_path / "one", record_builder.reproduced_record(), boot="hugetlb_cma=2G")
+    two = run_directory(tmp_path / "two", record_builder.placement_record(), boot="hugetlb_cma=0")
     assert quickstart_table.main([str(one), str(two)]) == 0
     shown = capsys.readouterr()
     assert shown.err == ""
+    assert shown.out.split("\n")[0].split() == ["hugetlb_cma=2G", "hugetlb_cma=0"]
     row = next(line for line in shown.out.splitlines() if line.startswith("pin_then_register "))
     assert row.split(None, 1)[1].startswith("reproduced (ENOMEM)")
     assert row.endswith("not-reproduced (placement)")
