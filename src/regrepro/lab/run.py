@@ -27,7 +27,7 @@ from regrepro.lab import accel as acceleration
 from regrepro.lab.kernels import Kernel, Kernels
 from regrepro.lab.machine import Ending, Limits, Machine, is_hidden, require_tools
 from regrepro.lab.progress import LabProgress, Silent
-from regrepro.lab.settings import Settings, as_words, make_settings
+from regrepro.lab.settings import Settings, as_words, host_memory, make_settings
 from regrepro.lab.token import new_token
 from regrepro.options import RunOptions, format_size
 from regrepro.record import FILE_NAME, RecordWriter, encode
@@ -271,6 +271,10 @@ class _Booted:
         self._tell.say(
             f"booting {self._kernel.release}{words} ({size}{nodes}, {self._settings.cpus} CPUs, {accel})"
         )
+        if self._settings.memory > host_memory():
+            self._tell.say(
+                f"this machine has {format_size(host_memory())}: a guest that comes to use more is ended"
+            )
         started = time.monotonic()
 
         def on_message(message: dict[str, Any]) -> None:

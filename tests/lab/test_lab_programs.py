@@ -1,0 +1,83 @@
+"""The rooms against real kernels: each guest program on each kernel that it is for, one boot a kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pytest
+
+from regrepro.lab.run import LabOptions
+
+if TYPE_CHECKING:
+    from conftest import Lab
+
+pytestmark = [pytest.mark.lab, pytest.mark.timeout(3600)]
+
+GIB = 1 << 30
+REFUSES, REGISTERS = ("--expect-refusal", "yes"), ("--expect-refusal", "no")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One boot, and the programs that run in it with their arguments."""
+
+    name: str
+    options: LabOptions
+    programs: tuple[tuple[str, ...], ...]
+
+
+ROWS = [
+    Row(
+        "7.3 hugetlb_cma=2G, two nodes",
+        LabOptions("7.3", ("hugetlb_cma=2G",), numa=2),
+        (("guest_audit.py", "hugetlb_cma"), ("guest_kernel.py",)),
+    ),
+    Row(
+        "7.3 hugetlb_cma=2G, nodes too small",
+        LabOptions("7.3", ("hugetlb_cma=2G",), memory=6 * GIB, numa=2),
+        (("guest_audit.py", "failed"),),
+    ),
+    Row(
+        "7.3 cma=512M",
+        LabOptions("7.3", ("cma=512M",)),
+        (("guest_audit.py", "cma"), ("guest_core.py", *REFUSES), ("guest_kernel.py",)),
+    ),
+    Row(
+        "7.3 movablecore=512M",
+        LabOptions("7.3", ("movablecore=512M",)),
+        (("guest_audit.py", "movablecore"), ("guest_trace.py", *REFUSES)),
+    ),
+    Row("7.3", LabOptions("7.3"), (("guest_audit.py", "none"),)),
+    *(
+        Row(
+            f"{series} movablecore=512M",
+            LabOptions(series, ("movablecore=512M",)),
+            (
+                ("guest_audit.py", "movablecore"),
+                ("guest_core.py", *behaviour),
+                ("guest_kernel.py",),
+                ("guest_trace.py", *behaviour),
+            ),
+        )
+        for series, behaviour in (("6.12", REFUSES), ("6.1", REFUSES), ("5.10", REGISTERS))
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("row", "number"),
+    [
+        pytest.param(row, number, id=f"{row.name}: {' '.join(program)}")
+        for row in ROWS
+        for number, program in enumerate(row.programs)
+    ],
+)
+def test_a_guest_program_finds_nothing_wrong(row: Row, number: int, lab: Lab) -> None:
+    from conftest import failures
+
+    boot = lab.boot(row.options, [lab.program(*program) for program in row.programs])
+    assert boot.ending.what == "finished", f"{boot.ending.why}\n" + "\n".join(boot.ending.console)
+    code, tap = boot.results[number]
+    assert failures(tap) == [], tap
+    assert code == 0, tap
