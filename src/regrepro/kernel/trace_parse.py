@@ -144,7 +144,9 @@ def pair_entries(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
             entry = calls.pop()
             event.setdefault("args", entry.get("args", {}))
             if "stack" in entry:
-                event.setdefault("stack", entry["stack"])
+                # The better one: before 6.0 a stack at a return ends at the probe's own trampoline.
+                own = entry["stack"][:1] == [event["fn"]]
+                event["stack"] = entry["stack"][1:] if own else entry["stack"]
             gone.add(id(entry))
     return [event for event in events if id(event) not in gone]
 
