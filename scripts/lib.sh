@@ -12,8 +12,9 @@ VENV=$ROOT/.venv
 # The distribution's interpreter: python3-pyverbs is built for this one and for no other.
 PYTHON=/usr/bin/python3
 
-say() { printf '%s\n' "$*"; }
-warn() { printf '%s\n' "$*" >&2; }
+# Each argument is a line.
+say() { printf '%s\n' "$@"; }
+warn() { printf '%s\n' "$@" >&2; }
 # die SENTENCE [EXIT CODE]
 die() {
 	printf '%s: %s\n' "${0##*/}" "$1" >&2

@@ -127,7 +127,8 @@ def main(arguments: list[str]) -> int:
             print(textwrap.fill(f"- {sentence}", WIDTH, initial_indent="  ", subsequent_indent="    "))
     if two is not None:
         print(textwrap.fill(f"{SUBJECT}, {without_boot}: {two['reason']}", WIDTH, subsequent_indent="  "))
-    print(f"\nRun directories:\n  {with_dir}\n  {without_dir}")
+    print("\nThe proofs in full, from the run directories:")
+    print(f"  .venv/bin/regrepro judge {with_dir}\n  .venv/bin/regrepro judge {without_dir}")
 
     as_it_should = (
         one is not None
