@@ -42,6 +42,7 @@ _ROOMS = {
     "explain": ("regrepro.explain.commands", "explain"),
     "compare": ("regrepro.compare.commands", "compare"),
     "report": ("regrepro.report.commands", "report"),
+    "bundle": ("regrepro.bundle.commands", "bundle"),
 }
 
 

@@ -1,0 +1,326 @@
+"""Bundles: nothing private in any file, the same bytes each time, the same verdicts when judged again."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import json
+import subprocess
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import record_builder as build
+from click.testing import CliRunner
+
+from regrepro import judge
+from regrepro.bundle.commands import bundle as command
+from regrepro.bundle.make import check_bundle, make_bundle
+from regrepro.bundle.redact import Redactor
+from regrepro.errors import EnvironmentProblem, RegreproError, UsageError
+from regrepro.record import read_record
+
+SECRETS = {
+    "host": "fairlead-0417.cluster.example.net",
+    "short-host": "fairlead-0417",
+    "user": "mzelazny",
+    "home": "/home/mzelazny/projects/orca-next/train",
+    "serial": "1560321004711",
+    "board-serial": "MT2231X0QQ7Z",
+    "pci-serial": "50-6b-4b-ff-ff-cb-12-34",
+    "guid": "506b:4b03:00cb:1234",
+    "hex-guid": "0x506b4b0300cb1234",
+    "gid": "fe80:0000:0000:0000:526b:4bff:fecb:1234",
+    "ipv6": "2001:db8:77::4:9",
+    "ipv4": "10.83.201.17",
+    "mac": "b8:3f:d2:1a:9c:07",
+    "ib-mac": "00:00:10:29:fe:80:00:00:00:00:00:00:b8:3f:d2:03:00:1a:9c:06",
+    "uuid": "7c1e27b4-9d0a-4b55-8d1e-2f0f1b1d6a90",
+    "mail": "m.zelazny@example.net",
+    "argument": "ip=10.83.201.17::10.83.201.1:255.255.255.0:fairlead-0417:eth0",
+    "command": "train_orca.py --secret-flag",
+}
+
+BUG_REPORT = f"""Start of NVIDIA bug report log file.
+Date: Sun Nov 29 22:25:10 UTC 2026
+uname: Linux {SECRETS["short-host"]} 6.8.0-51-generic #52-Ubuntu SMP x86_64 GNU/Linux
+    GPU UUID                              : GPU-{SECRETS["uuid"]}
+    Serial Number                         : {SECRETS["serial"]}
+    Processes
+        Process ID                        : 4711
+            Type                          : C
+            Name                          : /usr/bin/python3 {SECRETS["command"]}
+\t\t[SN] Serial number: {SECRETS["board-serial"]}
+\tCapabilities: [150 v1] Device Serial Number {SECRETS["pci-serial"]}
+    link/ether {SECRETS["mac"]} brd ff:ff:ff:ff:ff:ff
+    link/infiniband {SECRETS["ib-mac"]}
+    inet {SECRETS["ipv4"]}/24 scope global eth0
+    inet6 {SECRETS["ipv6"]}/64 scope global
+GID[0]: {SECRETS["gid"]}
+node_guid: {SECRETS["guid"]}
+sys_image_guid: {SECRETS["hex-guid"]}
+LOGNAME={SECRETS["user"]}
+contact {SECRETS["mail"]}
+"""
+
+DMESG = f"""[    0.000000] Linux version 6.8.0-51-generic (buildd@lcy02)
+[    0.000000] Command line: root=UUID={SECRETS["uuid"]} {SECRETS["argument"]} cma=512M quiet
+[    0.000000] cma: Reserved 512 MiB at 0x000000005bc00000
+[   12.000000] mlx5_core 0000:3b:00.0: {SECRETS["mac"]}
+[   13.000000] oom-kill: task=python3 {SECRETS["home"]}/run.py on {SECRETS["short-host"]}
+[   14.000000] something that does not matter, on {SECRETS["short-host"]}
+"""
+
+
+def secret_run(directory: Path) -> Path:
+    """A run directory of a node that is full of private details."""
+    record = build.reproduced_record(
+        hostname=SECRETS["host"],
+        cmdline=f"root=UUID={SECRETS['uuid']} cma=512M {SECRETS['argument']}",
+        rdma={"device": "mlx5_0", "node_guid": SECRETS["guid"], "firmware": "28.39.1002"},
+    )
+    record.header["run"]["names"] = [f"{SECRETS['home']}/pin.py"]
+    for event in record.events:
+        if event["event"] == "scenario-begin":
+            event["file"] = f"{SECRETS['home']}/pin.py"
+    text = f"mapped for {SECRETS['user']} at {SECRETS['ipv4']} on {SECRETS['short-host'].upper()}"
+    record.events.insert(1, {"seq": 0, "t": 0.0, "event": "note", "text": text, "stand_in": None})
+    for number, event in enumerate(record.events, start=1):
+        event["seq"] = number
+    directory.mkdir(parents=True, exist_ok=True)
+    lines = [record.header, *record.events]
+    (directory / "record.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (directory / "verdicts.json").write_text(json.dumps(judge.judge_record(record)))
+    (directory / "dmesg.txt").write_text(DMESG)
+    (directory / "nvidia-bug-report.log.gz").write_bytes(gzip.compress(BUG_REPORT.encode()))
+    (directory / "explain.json").write_text(json.dumps({"where": SECRETS["home"], "host": SECRETS["host"]}))
+    return directory
+
+
+def unpacked(archive: bytes) -> dict[str, bytes]:
+    """Every file of an archive; what is compressed within it is there twice, as it is and opened."""
+    files: dict[str, bytes] = {}
+    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+        for member in tar:
+            opened = tar.extractfile(member)
+            assert opened is not None
+            files[member.name] = data = opened.read()
+            if data[:2] == b"\x1f\x8b":
+                files[member.name + " (opened)"] = gzip.decompress(data)
+    return files
+
+
+def found(secret: str, files: dict[str, bytes]) -> list[str]:
+    return [name for name, data in files.items() if secret.lower().encode() in (name.encode() + data).lower()]
+
+
+def test_no_planted_secret_is_in_any_file(tmp_path: Path) -> None:
+    files = unpacked(make_bundle(secret_run(tmp_path)).archive())
+    left = {name: found(secret, files) for name, secret in SECRETS.items() if found(secret, files)}
+    assert left == {}
+    # The search itself finds them where they are kept.
+    kept = unpacked(make_bundle(tmp_path, redact=False).archive())
+    assert [name for name, secret in SECRETS.items() if not found(secret, kept)] == []
+
+
+def test_what_matters_for_the_bug_is_kept(tmp_path: Path) -> None:
+    files = make_bundle(secret_run(tmp_path)).files
+    log = files["kernel-log.txt"].decode()
+    assert "cma: Reserved 512 MiB at 0x000000005bc00000" in log
+    assert "cma=512M quiet" in log
+    assert "something that does not matter" not in log
+    assert json.loads(files["record.jsonl"].splitlines()[0])["node"]["cmdline"].startswith("cma=512M ")
+    assert "28.39.1002" in files["record.jsonl"].decode()
+    assert "0000:3b:00.0" in log
+
+
+def test_one_detail_has_one_placeholder_in_every_file(tmp_path: Path) -> None:
+    bundle = make_bundle(secret_run(tmp_path))
+    by_original = {original: placeholder for placeholder, original in bundle.redactor.originals()}
+    address = by_original[SECRETS["ipv4"]]
+    assert address in bundle.files["record.jsonl"].decode()
+    assert address in gzip.decompress(bundle.files["nvidia-bug-report.log.gz"]).decode()
+    listing = bundle.files["REDACTED.txt"].decode()
+    assert address in listing
+    manifest = json.loads(bundle.files["MANIFEST.json"])
+    [entry] = [item for item in manifest["replaced"] if item["placeholder"] == address]
+    assert entry["files"] == ["nvidia-bug-report.log.gz", "record.jsonl"]
+
+
+def test_two_bundles_of_one_run_are_the_same_bytes(tmp_path: Path) -> None:
+    run = secret_run(tmp_path / "run")
+    first = make_bundle(run).archive()
+    copy = tmp_path / "elsewhere" / "with-another-name"
+    copy.mkdir(parents=True)
+    for file in run.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    assert make_bundle(copy).archive() == first
+    assert make_bundle(run).archive() == first
+
+
+def test_the_record_of_a_bundle_gives_the_same_verdicts(tmp_path: Path) -> None:
+    run = secret_run(tmp_path / "run")
+    archive = tmp_path / "b.tar.gz"
+    archive.write_bytes(make_bundle(run).archive())
+    assert check_bundle(archive) == []
+    (tmp_path / "out").mkdir()
+    subprocess.run(["tar", "xzf", str(archive), "-C", str(tmp_path / "out")], check=True)
+    [folder] = (tmp_path / "out").iterdir()
+    assert check_bundle(folder) == []
+    again = judge.judge_record(read_record(folder))
+    assert again == json.loads((folder / "verdicts.json").read_text())
+    assert [item["verdict"] for item in again["verdicts"]] == ["reproduced"]
+    sums = subprocess.run(["sha256sum", "-c", "SHA256SUMS"], cwd=folder, capture_output=True, check=False)
+    assert sums.returncode == 0, sums.stdout
+
+
+def test_a_changed_bundle_is_found_out(tmp_path: Path) -> None:
+    made = make_bundle(secret_run(tmp_path / "run"))
+    folder = tmp_path / "b"
+    for name, data in made.files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data)
+    record = folder / "record.jsonl"
+    record.write_bytes(record.read_bytes().replace(b'"errno":"ENOMEM"', b'"errno":"EFAULT"'))
+    (folder / "extra.txt").write_text("x")
+    (folder / "report.txt").unlink()
+    wrong = check_bundle(folder)
+    assert "record.jsonl is not what the manifest says" in wrong
+    assert "extra.txt is not in the manifest" in wrong
+    assert "report.txt is missing" in wrong
+    assert any("other verdicts" in text for text in wrong)
+    result = CliRunner().invoke(command, ["--check", str(folder)])
+    assert result.exit_code == 10
+
+
+@pytest.mark.parametrize("what", ["nothing", "text", "empty", "manifest", "link"])
+def test_what_is_no_bundle_is_said_in_words(what: str, tmp_path: Path) -> None:
+    path = tmp_path / "b.tar.gz"
+    if what == "text":
+        path.write_text("not an archive")
+    elif what == "empty":
+        path.mkdir()
+    elif what == "manifest":
+        path.mkdir()
+        (path / "record.jsonl").write_text("{}\n")
+        (path / "MANIFEST.json").write_text("[1")
+    elif what == "link":
+        with tarfile.open(path, "w:gz") as tar:
+            link = tarfile.TarInfo("b/record.jsonl")
+            link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+            tar.addfile(link)
+    with pytest.raises(UsageError):
+        check_bundle(path)
+
+
+def test_a_full_run_stays_small(tmp_path: Path) -> None:
+    builder = build.Builder()
+    builder.memory_map()
+    many = [n * 2 + 1 for n in range(499)]
+    for number in range(40):
+        name = f"scenario_{number}"
+        builder.begin(name)
+        builder.buffer(build.state(many))
+        builder.register(build.state(many), build.state([n + 5000 for n in many], 1025))
+        builder.end()
+    record = builder.done()
+    lines = [record.header, *record.events]
+    (tmp_path / "record.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert len(make_bundle(tmp_path).archive()) < 5 << 20
+
+
+def test_what_cannot_be_looked_into_is_left_out_and_listed(tmp_path: Path) -> None:
+    run = secret_run(tmp_path)
+    (run / "nvidia-bug-report.log.gz").write_bytes(b"\x1f\x8b broken")
+    (run / "core.4711").write_bytes(b"\0" * 100)
+    (run / "audit.json").write_text("{")
+    bundle = make_bundle(run)
+    assert "nvidia-bug-report.log.gz" not in bundle.files
+    listing = bundle.files["REDACTED.txt"].decode()
+    assert "nvidia-bug-report.log.gz: could not be looked into" in listing
+    assert "core.4711: no part of a run" in listing
+    assert "audit.json: could not be read as JSON" in listing
+    assert json.loads(bundle.files["audit.json"])["where"] == "record.jsonl of this bundle"
+
+
+def test_a_cut_record_can_be_bundled(tmp_path: Path) -> None:
+    run = secret_run(tmp_path)
+    file = run / "record.jsonl"
+    file.write_bytes(file.read_bytes()[:-30])
+    bundle = make_bundle(run)
+    assert "run was killed" in bundle.files["report.txt"].decode()
+    assert found(SECRETS["host"], bundle.files) == []
+
+
+def test_a_host_named_like_a_word_of_the_record_changes_no_verdict(tmp_path: Path) -> None:
+    for name in ("pin", "anonymous", "cma", "ENOMEM", "ordinary", "rxe0"):
+        run = tmp_path / name
+        run.mkdir()
+        record = build.reproduced_record(hostname=name)
+        lines = [record.header, *record.events]
+        (run / "record.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        try:
+            bundle = make_bundle(run)
+        except RegreproError as error:
+            assert "--no-redact" in str(error)  # refused, never wrong
+            continue
+        assert json.loads(bundle.files["verdicts.json"])["verdicts"][0]["verdict"] == "reproduced"
+        assert json.loads(bundle.files["record.jsonl"].splitlines()[0])["node"]["hostname"] != name
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "kernel 6.1.0-57-amd64, driver 535.171.04, firmware 28.39.1002",
+        "0000:3b:00.0 and ffff888012345678",
+        "at 12:30:45 std::vector ::1 127.0.0.1 0.0.0.0",
+        "cma: Reserved 512 MiB at 0x000000005bc00000",
+        "7f3d28608000-7f3d28610000 rw-p 00000000 00:00 0",
+        "printk: console [ttyS0] enabled, earlyprintk=serial,ttyS0,115200",
+        "/usr/lib/modules /proc/self/pagemap",
+    ],
+)
+def test_what_is_not_private_stays(text: str) -> None:
+    redactor = Redactor()
+    redactor.learn_text(text)
+    assert redactor.text(text, "x") == text
+
+
+def test_nvidia_bug_report_is_run_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = secret_run(tmp_path / "run")
+    (run / "nvidia-bug-report.log.gz").unlink()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    result = CliRunner().invoke(command, [str(run), "--nvidia-bug-report"])
+    assert isinstance(result.exception, EnvironmentProblem)
+    tool = tmp_path / "nvidia-bug-report.sh"
+    tool.write_text(
+        '#!/bin/sh\n[ "$1" = --output-file ] && echo "Serial Number : 998877" | /bin/gzip -c > "$2.gz"\n'
+    )
+    tool.chmod(0o755)
+    out = tmp_path / "b.tar.gz"
+    result = CliRunner().invoke(command, [str(run), "--nvidia-bug-report", "-o", str(out)])
+    assert result.exit_code == 0, result.output
+    opened = unpacked(out.read_bytes())
+    [report] = [data for name, data in opened.items() if name.endswith("(opened)")]
+    assert report == b"Serial Number : serial-1\n"
+    assert "serial-1     in the place of 998877" in result.output
+
+
+def test_the_manifest_names_every_file_with_its_sum(tmp_path: Path) -> None:
+    files: dict[str, Any] = make_bundle(secret_run(tmp_path)).files
+    manifest = json.loads(files["MANIFEST.json"])
+    listed = {item["name"]: item for item in manifest["files"]}
+    assert set(listed) == set(files) - {"MANIFEST.json", "SHA256SUMS"}
+    for name, item in listed.items():
+        assert item["sha256"] == hashlib.sha256(files[name]).hexdigest()
+        assert item["bytes"] == len(files[name])
+    assert {"report.html", "record.jsonl", "verdicts.json", "audit.json", "c/pin_then_register.c"} <= set(
+        listed
+    )
+
+
+def test_no_run_is_said_in_words(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="holds no record"):
+        make_bundle(tmp_path)
