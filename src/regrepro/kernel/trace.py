@@ -11,13 +11,14 @@ import errno as errnos
 import os
 import re
 import time
+import weakref
 from _thread import get_native_id
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from regrepro.errors import EnvironmentProblem
+from regrepro.errors import EnvironmentProblem, errno_name
 from regrepro.kernel import trace_flags, trace_fs, trace_parse, trace_probes, trace_tree
 
 if TYPE_CHECKING:
@@ -61,10 +62,9 @@ _LOST_EVENTS = re.compile(rb"^(?:overrun|commit overrun|dropped events): (\d+)",
 
 
 class Token(NamedTuple):
-    """One call that is being followed."""
+    """One call that is being followed: since when (ns of the monotonic clock), and whether with stacks."""
 
-    since_us: int
-    tid: int
+    since: int
     stack: bool
 
 
@@ -92,7 +92,8 @@ class Tracer:
         self._pipe = self._profile = self._stack_option = -1
         self._stats: list[int | Path] = []
         self._arguments_at_return = False
-        self._baseline: tuple[int, int, dict[int, int]] = (0, 0, {})
+        self._baseline: tuple[int, dict[int, int]] = (0, {})
+        self._stale = True
         self._unread = 0
 
     def __enter__(self) -> Tracer:
@@ -189,6 +190,7 @@ class Tracer:
         self._place_probes(instance)
         self._open(instance)
         self._armed = True
+        _tracers.add(self)
         self.follow(self._owner)
         # A group directory of the instance appears with the first probe of the group.
         trace_fs.write(instance / "events" / self._group / "enable", "1")
@@ -326,32 +328,38 @@ class Tracer:
         """
         if not self._armed:
             return None
-        try:
-            if self._baseline[0] != os.getpid():
-                self._baseline = self._losses()
-            if self._unread >= _UNREAD_CALLS:
-                self._read()
-            if stack:
-                os.write(self._stack_option, b"1")
-        except OSError as error:
-            self._broken(error)
-            return None
-        return Token(time.monotonic_ns() // 1000, get_native_id(), stack)
+        if stack or self._stale or self._unread >= _UNREAD_CALLS:
+            try:
+                self._prepare(stack)
+            except OSError as error:
+                self._broken(error)
+                return None
+        return Token(time.monotonic_ns(), stack)
+
+    def _prepare(self, stack: bool) -> None:
+        if self._stale:  # in a forked child: misses in its siblings are none of its own
+            self._baseline = self._losses()
+            self._stale = False
+        if self._unread >= _UNREAD_CALLS:
+            self._read()
+        if stack:
+            os.write(self._stack_option, b"1")
 
     def end(self, token: Token | None, *, succeeded: bool = False) -> dict[str, Any]:
         """Return the trace of the call since `begin()` (docs/record.md, "Trace").
 
-        `succeeded`: the call is known to have succeeded and its events are not wanted; then nothing is read,
-        which is what keeps a traced registration cheap, and the trace's status is `off`.
+        For a registration, in the thread that made it. `succeeded`: it is known to have succeeded and its
+        events are not wanted; then nothing is read, which is what keeps a traced registration cheap, and the
+        trace's status is `off`. (A pin's trace is always read.)
         """
         if token is not None and self._armed:
+            if succeeded and not token.stack:
+                self._unread += 1
+                return dict(_NOT_READ)
             try:
                 if token.stack:
                     os.write(self._stack_option, b"0")
-                if not succeeded:
-                    return self._collect(token)
-                self._unread += 1
-                return {**_EMPTY, "status": "off", "why": "the call succeeded; its events were not read"}
+                return self._collect(token)
             except OSError as error:
                 self._broken(error)
         return {**_EMPTY, "status": "unavailable", "why": self._why, "missing": self.missing}
@@ -362,20 +370,20 @@ class Tracer:
         self._why = f"tracing stopped working during the run: {_said(error)}"
 
     def _collect(self, token: Token) -> dict[str, Any]:
-        text = self._read()
-        parsed = trace_parse.parse(text, self._names, self._flags, since_us=token.since_us)
+        text, since_us, tid = self._read(), token.since // 1000, get_native_id()
+        parsed = trace_parse.parse(text, self._names, self._flags, since_us=since_us)
         before, after = self._baseline, self._losses()
         self._baseline = after
         # The buffer's counters cover everything since the last look; the pipe tells whether what was lost
         # can have belonged to this call.
-        counted = sum(after[2][cpu] - before[2].get(cpu, 0) for cpu in after[2])
+        counted = sum(after[1].values()) - sum(before[1].values())
         overrun = sum(parsed.lost.values()) if counted else 0
-        misses = after[1] - before[1]
-        seen = [event for event in parsed.events if token.stack or event["tid"] == token.tid]
+        misses = after[0] - before[0]
+        seen = [event for event in parsed.events if token.stack or event["tid"] == tid]
         events = trace_parse.merge_chunks(trace_parse.pair_entries(seen), PAGE_SIZE)
-        tree = trace_tree.build(events, token.tid)
+        tree = trace_tree.build(events, tid)
         for event in events:
-            event["t"] = round((event.pop("us") - token.since_us) / 1e6, 6)
+            event["t"] = round((event.pop("us") - since_us) / 1e6, 6)
         spoiled = []
         if misses:
             spoiled.append(f"probes missed {misses} hits")
@@ -407,8 +415,8 @@ class Tracer:
             pass
         return b"".join(parts).decode("utf-8", "replace")
 
-    def _losses(self) -> tuple[int, int, dict[int, int]]:
-        """Return this process' PID, hits missed by our probes so far, events lost so far by CPU."""
+    def _losses(self) -> tuple[int, dict[int, int]]:
+        """Return the hits that our probes have missed so far, and the events lost so far by CPU."""
         text, offset = b"", 0
         while part := os.pread(self._profile, 1 << 16, offset):
             text += part
@@ -420,7 +428,7 @@ class Tracer:
         for cpu, file in enumerate(self._stats):
             text = file.read_bytes() if isinstance(file, Path) else os.pread(file, 1024, 0)
             lost[cpu] = sum(map(int, _LOST_EVENTS.findall(text)))
-        return os.getpid(), missed, lost
+        return missed, lost
 
     # The end
 
@@ -461,11 +469,23 @@ class Tracer:
             self._mount = None
 
 
+_tracers: weakref.WeakSet[Tracer] = weakref.WeakSet()
+
+
+def _in_child() -> None:
+    for tracer in _tracers:
+        tracer._stale = True
+
+
+os.register_at_fork(after_in_child=_in_child)
+
+
 class _Unusable(Exception):
     """Tracing does not work here; its text is the sentence for `status()`."""
 
 
 _EMPTY: dict[str, Any] = {"events": [], "tree": [], "missing": [], "misses": 0, "overrun": 0}
+_NOT_READ = {**_EMPTY, "status": "off", "why": "the call succeeded; its events were not read"}
 
 
 def _obstacle() -> str:
@@ -489,7 +509,7 @@ _NO_TRACEFS = "this kernel has no tracefs (CONFIG_TRACING)"
 
 
 def _said(error: OSError) -> str:
-    name = errnos.errorcode.get(error.errno or 0, str(error.errno))
+    name = errno_name(error.errno or 0)
     return f"{error.strerror or error} ({name})"
 
 
