@@ -1,16 +1,26 @@
 """Errors that a person can do something about.
 
-Each carries what happened, why, and what to do next, and the exit code of the contract. The command line prints one
-line from it; nothing that a user can cause ends in a traceback.
+Each carries what happened, why, and what to do next, and the exit code of the contract. The command line
+prints one line from it; nothing that a user can cause ends in a traceback.
 """
 
 from __future__ import annotations
+
+import errno
+
+# Where one number has several names, Python's table keeps whichever was defined last. These are the kernel's.
+_KERNEL_NAMES = {errno.EOPNOTSUPP: "EOPNOTSUPP", errno.EAGAIN: "EAGAIN", errno.EDEADLK: "EDEADLK"}
 
 EXIT_DECIDED = 0
 EXIT_USAGE = 2
 EXIT_REPRODUCED = 10
 EXIT_OTHER_FAILURE = 11
 EXIT_UNDECIDED = 125
+
+
+def errno_name(number: int) -> str:
+    """Return the kernel's name of a positive error number, such as `ENOMEM`; `errno 4095` without one."""
+    return _KERNEL_NAMES.get(number) or errno.errorcode.get(number, f"errno {number}")
 
 
 class RegreproError(Exception):

@@ -19,7 +19,7 @@ from types import TracebackType
 
 from regrepro._core import ffi, lib
 
-from regrepro.errors import EnvironmentProblem, UsageError
+from regrepro.errors import EnvironmentProblem, UsageError, errno_name
 
 HOST_ALLOC_FLAGS = {"portable": 1, "mapped": 2, "write_combined": 4}
 """Flags of `cudaHostAlloc` (driver_types.h of the CUDA toolkit)."""
@@ -173,7 +173,7 @@ class Cuda:
             )
         if result < 0:
             raise CudaError(
-                call, result, errno.errorcode.get(-result, str(result)), os.strerror(-result), -result
+                call, result, errno_name(-result), os.strerror(-result), -result
             )
         cause = int(lib.rr_cuda_stand_in_errno(self._handle))
         known = cause if cause > 0 else None

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from regrepro.errors import Unmet
+from regrepro.errors import Unmet, errno_name
 from regrepro.kernel.leftovers import Entry, Journal, ReclaimFailed
 from regrepro.kernel.memorymap import MemoryMap
 from regrepro.kernel.zones import read_meminfo
@@ -186,7 +186,7 @@ def _tell(
 ) -> None:
     """Hand an event `online-movable` of docs/record.md over."""
     if report is not None:
-        name = errno.errorcode.get(error, str(error)) if error else None
+        name = errno_name(error) if error else None
         report({"block": block.number, "range": list(pfns), "step": step, "errno": name})
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from regrepro.errors import errno_name as name_of
 from regrepro.kernel.trace_probes import GUP_FUNCTIONS, LAYERS, RETURNS, Layer, Returns
 
 MARK = "   <== deepest failure"
@@ -34,7 +35,7 @@ def errno_name(value: Any) -> str | None:
     """Return the name of the errno that a kernel function returned as a negative number, else None."""
     if not isinstance(value, int) or not -_MAX_ERRNO <= value < 0:
         return None
-    return errnos.errorcode.get(-value, f"errno {-value}")
+    return name_of(-value)
 
 
 def failed(event: Mapping[str, Any]) -> bool:

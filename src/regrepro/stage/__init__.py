@@ -8,13 +8,13 @@ pass.
 
 from __future__ import annotations
 
-import errno as errno_numbers
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
 from regrepro.errors import Unmet, UsageError
+from regrepro.errors import errno_name as name_of
 from regrepro.record import Encoded, RecordWriter, encoded
 from regrepro.scenario import Change
 from regrepro.stage import buffers, pins
@@ -63,8 +63,7 @@ _NOT_OFFERED = {
 
 def errno_name(error: OSError) -> str:
     """Return the name of an error's number, such as `ENOMEM`."""
-    number = error.errno or 0
-    return errno_numbers.errorcode.get(number, f"E{number}")
+    return name_of(error.errno or 0)
 
 
 class Stage:
