@@ -18,7 +18,6 @@ from pathlib import Path
 from types import TracebackType
 
 from regrepro._core import ffi, lib
-
 from regrepro.errors import EnvironmentProblem, UsageError, errno_name
 
 HOST_ALLOC_FLAGS = {"portable": 1, "mapped": 2, "write_combined": 4}
