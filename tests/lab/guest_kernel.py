@@ -64,6 +64,14 @@ def skip(name: str, missing: str) -> None:
     print(f"ok {len(results)} - {name} # SKIP {missing}", flush=True)
 
 
+def quiet(*sysctls: str) -> None:
+    """Turn off what else moves pages."""
+    for name in sysctls:
+        path = Path("/proc/sys") / name
+        if path.exists():
+            path.write_text("0")
+
+
 def drain() -> None:
     """Empty the per-CPU LRU batches, in which a page counts one reference more."""
     Path("/proc/sys/vm/compact_memory").write_text("1")
@@ -230,6 +238,8 @@ def witness_by_moving(memory_map: MemoryMap, reader: PageReader) -> None:
             ].tolist()
         wrong = 0
         moved = 0
+        quiet("kernel/numa_balancing", "vm/compaction_proactiveness")
+        time.sleep(2)
         for page in chosen:
             address = sea.address + page * PAGE
             before = reader.snapshot(address, PAGE, counts=False)
@@ -296,6 +306,8 @@ def reference_counts(reader: PageReader) -> None:
                     for number in range(1, 4):
                         try:
                             held.append(take(buffer.address, span))
+                            if kind == "longterm":
+                                drain()  # pages that it moved are fresh again
                         except OSError as error:
                             skip(f"references: {name}, {number} {kind}", str(error))
                             break
@@ -484,6 +496,9 @@ def movable_blocks(memory_map: MemoryMap) -> None:
     outside = np.array([first - 1], dtype=np.uint64)
     check("blocks: and its neighbour as before", now.classify(outside)[0] == memory_map.classify(outside)[0])
     reader = PageReader(now)
+    cpus = Path(f"/sys/devices/system/node/node{onlined.node}/cpulist").read_text().strip()
+    first_cpu, _, last_cpu = cpus.split(",")[0].partition("-")
+    os.sched_setaffinity(0, range(int(first_cpu), int(last_cpu or first_cpu) + 1))
     # A zone that was movable before has other free pages; all of them together reach the block's.
     other = sum(zone.free for zone in memory_map.zones if zone.name == "Movable") * PAGE
     with memory.Range.anonymous((64 << 20) + other, huge=False) as buffer:
@@ -492,6 +507,9 @@ def movable_blocks(memory_map: MemoryMap) -> None:
         inside = int(((state.pfn >= first) & (state.pfn < end)).sum())
         check("blocks: fresh pages come out of it", inside > 0, f"{inside} of {buffer.pages}")
         check("blocks: their references can be read", (state.refcount > 0).all(), np.unique(state.refcount))
+        if not inside:
+            onlined.give_back(limit=30)
+            return
         victim = int(np.flatnonzero((state.pfn >= first) & (state.pfn < end))[0])
         pin = pins.pin_process_vm(buffer.address + victim * PAGE, PAGE)
         check("blocks: not given back while a page is pinned", not onlined.give_back(limit=3), steps[-1])

@@ -57,6 +57,7 @@ class Btf:
         self._str_len: int = str_len
         self._base = ffi.from_buffer("uint8_t[]", blob)
         self._index: NDArray[np.uint32] | None = None
+        self._found: dict[tuple[int, str], int | None] = {}
 
     @classmethod
     def of_running_kernel(cls) -> Btf:
@@ -64,6 +65,13 @@ class Btf:
         return cls(BTF_PATH.read_bytes())
 
     def _find(self, kind: int, name: str) -> int | None:
+        """Return the offset of a type in the blob. Each search walks all types: it is done once."""
+        key = kind, name
+        if key not in self._found:
+            self._found[key] = self._search(kind, name)
+        return self._found[key]
+
+    def _search(self, kind: int, name: str) -> int | None:
         at: int = int(
             lib.rr_btf_find(
                 self._base + self._types,

@@ -146,6 +146,7 @@ class OnlinedBlock:
 
     block: MemoryBlock
     range: tuple[int, int]  # first PFN, last PFN + 1
+    node: int  # a process gets its pages if it runs on this NUMA node
     _journal: Journal = field(repr=False)
     _entry: Entry = field(repr=False)
     _report: Callable[[dict[str, Any]], object] | None = field(default=None, repr=False)
@@ -301,7 +302,7 @@ def _try(
             error = errno.EINVAL
         if not error:
             _tell(report, block, pfns, step, 0)
-            return OnlinedBlock(block, pfns, journal, entry, report), ""
+            return OnlinedBlock(block, pfns, block.node, journal, entry, report), ""
     _tell(report, block, pfns, "failed", error)
     try:
         block.restore("online_kernel", limit=limit)
