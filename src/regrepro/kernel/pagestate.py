@@ -332,12 +332,9 @@ class PageReader:
             result.place[_bit(flags, KPF_NOPAGE) & present] = UNKNOWN
             compound = (_bit(flags, KPF_THP) | _bit(flags, KPF_HUGE)) & ~zero
             result.large = compound | _bit(flags, KPF_COMPOUND_HEAD) | _bit(flags, KPF_COMPOUND_TAIL)
-        if self._counts >= 0:
-            result.mapcount = read_entries_at(self._counts, pfn).astype(np.int64)
-            result.mapcount[~present] = UNKNOWN_COUNT
-            sources.append("/proc/kpagecount")
         sections = self.memory_map.sections
         if self._kcore is None or sections is None:
+            self._add_mapcount(result, present, sources)
             return
         pages = self._kcore.segments.struct_pages(
             self._kcore.fd, sections.numbers, sections.coded_maps, sections.layout.pages, pfn
@@ -353,7 +350,20 @@ class PageReader:
         result.pincount = np.where(known, np.where(large, pages["pincount"], 0), UNKNOWN_COUNT).astype(
             np.int64
         )
+        # Of a small page the kernel's count of mappings is at hand; kpagecount says no other.
+        small = known & ~large & (result.state == PRESENT)
+        result.mapcount = np.where(small, pages["mapcount"], UNKNOWN_COUNT).astype(np.int64)
+        self._add_mapcount(result, present & ~small, sources)
         result.baseline = _baseline(result, pages, known, large, sections.layout.pages.mapcount_is_entire)
+
+    def _add_mapcount(self, result: PageState, wanted: NDArray[np.bool_], sources: list[str]) -> None:
+        """Read the map counts of the wanted pages from /proc/kpagecount."""
+        if self._counts < 0 or not wanted.any():
+            return
+        if result.mapcount is None:
+            result.mapcount = np.full(result.pages, UNKNOWN_COUNT, dtype=np.int64)
+        result.mapcount[wanted] = read_entries_at(self._counts, result.pfn[wanted]).astype(np.int64)
+        sources.append("/proc/kpagecount")
 
 
 def _baseline(
