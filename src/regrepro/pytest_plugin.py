@@ -1,0 +1,371 @@
+"""Scenario files as tests: `pytest scenarios/`.
+
+A file is a scenario file if a function at its top level is decorated with regrepro's `scenario`; no other
+file that ends in `.py` is touched. Each scenario is one test: run with its controls, judged, and held to what
+the options ask. The plugin imports nothing of regrepro's core before a scenario runs, so that other projects'
+tests pay nothing.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import time
+from collections.abc import Generator, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from regrepro.errors import RegreproError
+from regrepro.options import CUDA_CHOICES, PLACE_CHOICES, TRACE_CHOICES, RunOptions, parse_size
+
+_MARKED = ("root", "unpinnable", "cma", "movable-zone", "registrar", "rdma", "cuda", "dmabuf", "page-state",
+           "userfaultfd", "io-uring", "lab", "kernel")  # fmt: skip
+_CHANGES = {"same": "as before", "better": "fixed", "worse": "newly broken", "cannot-tell": "cannot be told"}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options of `regrepro run`, and those of a test suite."""
+    group = parser.getgroup("regrepro", "RDMA registrations under pins (regrepro)")
+    add = group.addoption
+    add("--regrepro-out", metavar="DIR", help="Run directories go below it  [./regrepro-runs/<time>-pytest]")
+    add(
+        "--regrepro-cuda", choices=CUDA_CHOICES, default="auto", help="Who pins: driver, stand-in, or nobody."
+    )
+    add("--regrepro-gpu", type=int, default=0, metavar="N", help="Which GPU.")
+    add("--regrepro-rdma-device", default="auto", metavar="NAME|auto|none", help="Device to register with.")
+    add("--regrepro-port", type=int, default=1, metavar="N", help="Its port.")
+    add("--regrepro-gid-index", type=int, metavar="N", help="GID index for transfers.")
+    add("--regrepro-trace", choices=TRACE_CHOICES, default="auto", help="The kernel's own trace.")
+    add("--regrepro-place", choices=PLACE_CHOICES, default="gather", help="How pages are placed.")
+    add("--regrepro-pressure-limit", metavar="SIZE", help="With --regrepro-place pressure: at most so much.")
+    add("--regrepro-timeout", type=float, metavar="SECONDS", help="Time limit of each pass.")
+    add(
+        "--regrepro-expect",
+        choices=("declared",),
+        help="Pass if the verdict is as the scenario file declares; without it, if nothing failed.",
+    )
+    add(
+        "--regrepro-allow-unmet",
+        action="store_true",
+        help="What could not be met is a skip with its reason, not a failure.",
+    )
+    add("--regrepro-lab", metavar="KERNEL", help="Run each scenario in a virtual machine with this kernel.")
+    add("--regrepro-boot", action="append", default=[], metavar="ARGUMENTS", help="Boot arguments for it.")
+    try:
+        add("--baseline", "--regrepro-baseline", dest="regrepro_baseline", metavar="RUNDIR",
+            help="A test fails only where it is worse than in this run.")  # fmt: skip
+    except ValueError:  # another plugin has --baseline
+        add("--regrepro-baseline", dest="regrepro_baseline", metavar="RUNDIR",
+            help="A test fails only where it is worse than in this run.")  # fmt: skip
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the markers; refuse what cannot work."""
+    for name in _MARKED:
+        config.addinivalue_line("markers", f"needs_{_mark(name)}: a scenario that needs {name}")
+    config.addinivalue_line("markers", "regrepro: a scenario of regrepro")
+    config.stash[_SESSION] = _Session(config)
+    parallel = config.getoption("numprocesses", None) or getattr(config, "workerinput", None)
+    if parallel and config.getoption("regrepro_lab") is None and _names_scenarios(config):
+        raise pytest.UsageError(
+            "scenarios cannot run in parallel (-n): they share this node's memory, trace, RDMA device and "
+            "GPU, and one would see the other's pins; leave out -n, or give each its own machine with "
+            "--regrepro-lab"
+        )
+
+
+def _mark(need: str) -> str:
+    return need.replace("-", "_")
+
+
+def _names_scenarios(config: pytest.Config) -> bool:
+    """Tell whether the files that were named, or lie in directories that were named, hold scenarios."""
+    for argument in config.args:
+        path = Path(str(argument).partition("::")[0])
+        files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
+        if any(is_scenario_file(file) for file in files if file.suffix == ".py"):
+            return True
+    return False
+
+
+# Collecting
+
+
+def is_scenario_file(path: Path) -> bool:
+    """Tell whether a file holds scenarios, by its text: nothing in it is run.
+
+    A file that cannot be parsed counts as one if it says so: then its mistake is told and not passed over.
+    """
+    try:
+        source = path.read_bytes()
+    except OSError:
+        return False
+    if b"scenario" not in source or b"regrepro" not in source:
+        return False
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):
+        lines = source.split(b"\n")
+        return any(line.startswith(b"@scenario") for line in lines) and any(
+            line.startswith((b"from regrepro", b"import regrepro")) for line in lines
+        )
+    return _imports_regrepro(tree) and any(
+        isinstance(node, ast.FunctionDef) and any(_is_scenario(item) for item in node.decorator_list)
+        for node in tree.body
+    )
+
+
+def _imports_regrepro(tree: ast.Module) -> bool:
+    names: list[str] = []
+    for node in tree.body:
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names.append(node.module or "")
+    return any(name.partition(".")[0] == "regrepro" for name in names)
+
+
+def _is_scenario(decorator: ast.expr) -> bool:
+    called = decorator.func if isinstance(decorator, ast.Call) else decorator
+    return (isinstance(called, ast.Name) and called.id == "scenario") or (
+        isinstance(called, ast.Attribute) and called.attr == "scenario"
+    )
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> Generator[None, Any, None]:
+    """Collect a scenario file as such, and keep it from being taken for a module of tests."""
+    outcome = yield
+    if file_path.suffix == ".py" and file_path.name != "conftest.py" and is_scenario_file(file_path):
+        outcome.force_result([ScenarioFile.from_parent(parent, path=file_path)])
+
+
+class ScenarioFile(pytest.File):
+    """A scenario file."""
+
+    def collect(self) -> Iterator[pytest.Item]:
+        """Yield its scenarios."""
+        from regrepro.scenario import load_file
+
+        for scenario in load_file(self.path):
+            yield ScenarioItem.from_parent(self, name=scenario.name, scenario=scenario)
+
+    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
+        """A mistake in a scenario file is one line, not a traceback."""
+        if isinstance(excinfo.value, RegreproError):
+            return str(excinfo.value)
+        return super().repr_failure(excinfo)
+
+
+class _Failed(Exception):
+    """The verdict is not what was asked for; the text is the evidence."""
+
+
+class ScenarioItem(pytest.Item):
+    """One scenario, with its controls."""
+
+    def __init__(self, *, scenario: Any, **keys: Any) -> None:
+        super().__init__(**keys)
+        self.scenario = scenario
+        self.add_marker("regrepro")
+        for need in scenario.needs:
+            self.add_marker(f"needs_{_mark('kernel' if need.startswith('kernel') else need)}")
+
+    def runtest(self) -> None:
+        """Run and judge the scenario; raise where the verdict is not what was asked for."""
+        session = self.config.stash[_SESSION]
+        directory = session.run(self)
+        from regrepro import judge
+        from regrepro.record import read_record
+
+        record = read_record(directory)
+        verdicts = judge.judge_record(record)
+        (directory / "verdicts.json").write_text(json.dumps(verdicts, indent=2) + "\n", encoding="utf-8")
+        item = next((one for one in verdicts["verdicts"] if one["scenario"] == self.scenario.name), None)
+        if item is None:
+            raise _Failed(f"{self.scenario.name} has no verdict: {'; '.join(verdicts['problems'])}")
+        for key in ("verdict", "pin_owner", "basis", "errno", "layer", "reason", "driver"):
+            if item.get(key) is not None:
+                self.user_properties.append((f"regrepro.{key}", str(item[key])))
+        self.user_properties.append(("regrepro.run", str(directory)))
+        session.conclude(self, item, record.header, verdicts, directory)
+
+    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
+        """Show the evidence, or what a person can do; a traceback for a crash of regrepro itself only."""
+        if isinstance(excinfo.value, (_Failed, RegreproError)):
+            return str(excinfo.value)
+        return super().repr_failure(excinfo)
+
+    def reportinfo(self) -> tuple[Path, int, str]:
+        """Where the scenario is declared."""
+        return self.path, self.scenario.line - 1, self.scenario.name
+
+
+# Running and judging
+
+
+@dataclass
+class _Session:
+    """What the tests of one pytest session share."""
+
+    config: pytest.Config
+    directory: Path | None = None
+    changes: list[tuple[str, str, str]] = field(default_factory=list)
+    decided: int = 0
+    skipped: int = 0
+    _baseline: dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]] | None = None
+    _library: Any = None
+
+    def option(self, name: str) -> Any:
+        return self.config.getoption(f"regrepro_{name}")
+
+    def run(self, item: ScenarioItem) -> Path:
+        """Run one scenario into a directory of its own."""
+        if self.directory is None:
+            given = self.option("out")
+            name = f"{time.strftime('%Y%m%d-%H%M%S')}-pytest"
+            self.directory = Path(given) if given else Path("regrepro-runs") / name
+        directory = self.directory / item.scenario.name
+        number = 2
+        while (directory / "record.jsonl").exists():
+            directory = self.directory / f"{item.scenario.name}-{number}"
+            number += 1
+        limit = self.option("pressure_limit")
+        names = (f"{item.path}:{item.scenario.name}",)
+        options = RunOptions(
+            names=names,
+            cuda=self.option("cuda"),
+            gpu=self.option("gpu"),
+            rdma_device=self.option("rdma_device"),
+            port=self.option("port"),
+            gid_index=self.option("gid_index"),
+            trace=self.option("trace"),
+            place=self.option("place"),
+            pressure_limit=parse_size(limit) if limit else None,
+            expect=self.option("expect"),
+            timeout=self.option("timeout"),
+        )
+        if self.option("lab") is not None:
+            from regrepro.lab.run import LabOptions, lab_run
+
+            lab = LabOptions(kernel=self.option("lab"), boot=tuple(self.option("boot")))
+            return lab_run(names, options, lab, directory)
+        from regrepro import runner
+        from regrepro.scenario import Library
+
+        self._library = self._library or Library()
+        return runner.run(names, options, directory, library=self._library)
+
+    def conclude(
+        self,
+        test: ScenarioItem,
+        item: Mapping[str, Any],
+        header: Mapping[str, Any],
+        verdicts: Mapping[str, Any],
+        directory: Path,
+    ) -> None:
+        """Pass, fail or skip a test by its verdict, by what is declared, or by how it was before."""
+        undecided = item["verdict"] == "unmet"
+        if self.option("baseline"):
+            good, say = self._compare(test, item, header)
+            undecided = undecided or (good is None and item["verdict"] != "error")
+        elif self.option("expect") == "declared":
+            good = item.get("as_declared")
+            say = f"{item['verdict']}, and the scenario file declares {item.get('declared')}"
+        else:
+            good = True if item["verdict"] == "not-reproduced" else None if undecided else False
+            say = f"{item['verdict']}"
+        if good:
+            self.decided += 1
+            return
+        if undecided and good is None and self.option("allow_unmet"):
+            self.skipped += 1
+            pytest.skip(f"{say}: {item.get('reason')}")
+        self.decided += good is False
+        raise _Failed(_evidence(test, item, say, verdicts, directory))
+
+    def _compare(
+        self, test: ScenarioItem, item: Mapping[str, Any], header: Mapping[str, Any]
+    ) -> tuple[bool | None, str]:
+        """Hold a verdict against the baseline's: True same or better, False worse, None cannot be told."""
+        from regrepro.compare import compare
+
+        if self._baseline is None:
+            self._baseline = read_baseline(Path(self.option("baseline")))
+        before = self._baseline.get(test.scenario.name)
+        if before is None:
+            self.changes.append((test.scenario.name, "cannot be told", "it is not in the baseline"))
+            return None, "it is not in the baseline"
+        found = compare(before[0], {"verdicts": [before[1]]}, header, {"verdicts": [item]})
+        [change] = found.changes
+        text = _CHANGES[change.direction]
+        self.changes.append((test.scenario.name, text, change.reason))
+        test.user_properties.append(("regrepro.change", text))
+        good = {"same": True, "better": True, "worse": False}.get(change.direction)
+        return good, f"{text}: {change.reason}"
+
+
+_SESSION = pytest.StashKey[_Session]()
+
+
+def read_baseline(path: Path) -> dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    """Return header and verdict of each scenario in a run directory, or in run directories below it.
+
+    Raises `UsageError` where there is none.
+    """
+    from regrepro import judge
+    from regrepro.record import FILE_NAME, read_record, record_path
+
+    below = sorted(path.rglob(FILE_NAME)) if path.is_dir() and not (path / FILE_NAME).exists() else []
+    found: dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {}
+    for file in below or [record_path(path)]:
+        record = read_record(file)
+        for item in judge.judge_record(record)["verdicts"]:
+            found[str(item["scenario"])] = (record.header, item)
+    return found
+
+
+def _evidence(
+    test: ScenarioItem, item: Mapping[str, Any], say: str, verdicts: Mapping[str, Any], directory: Path
+) -> str:
+    from regrepro.views import terminal
+
+    out = io.StringIO()
+    out.write(f"{test.scenario.name}: {say}\n\n")
+    terminal.show_evidence(item, out, width=100)
+    for entry in item.get("unmet") or []:
+        how = f" ({entry['how']})" if entry.get("how") else ""
+        out.write(f"  not met: {entry.get('need')}: {entry.get('why')}{how}\n")
+    for problem in verdicts.get("problems") or []:
+        out.write(f"  the record: {problem}\n")
+    out.write(f"\nThe run lies in {directory} (regrepro report {directory})")
+    return out.getvalue()
+
+
+# The end
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """A gate that skips everything must not be green."""
+    state = session.config.stash.get(_SESSION, None)
+    if state is not None and state.skipped and not state.decided and exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Say how it was before, where the runs lie, and whether anything was decided at all."""
+    state = config.stash.get(_SESSION, None)
+    if state is None or state.directory is None:
+        return
+    terminalreporter.section("regrepro")
+    for name, change, reason in state.changes:
+        terminalreporter.write_line(f"{name}: {change} ({reason})")
+    terminalreporter.write_line(f"runs: {state.directory}")
+    if state.skipped and not state.decided:
+        terminalreporter.write_line(
+            "nothing was decided: every scenario was skipped, so this run is no success"
+        )
