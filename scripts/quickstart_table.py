@@ -52,7 +52,13 @@ def control_in_short(item: dict[str, Any] | None, name: str) -> str:
     """Return how a control of a verdict went, as a cell of the table."""
     for control in (item or {}).get("controls") or []:
         if control.get("name") == name:
-            return str(control.get("got") or "no answer") + ("" if control.get("held") else ", did not hold")
+            got = str(control.get("got") or "no answer")
+            if control.get("held"):
+                return got
+            # Where no memory is unpinnable there is nothing that a control could show.
+            return (
+                f"{got}, {'proves nothing' if (item or {}).get('basis') == 'placement' else 'did not hold'}"
+            )
     return "-"
 
 
@@ -63,6 +69,11 @@ def table(rows: list[tuple[str, str, str]]) -> str:
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
     ]
     return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
+
+
+def fill(text: str, **indents: str) -> str:
+    """Return text in lines; names such as process-vm stay whole."""
+    return textwrap.fill(text, WIDTH, break_on_hyphens=False, **indents)
 
 
 def value_of(item: dict[str, Any], name: str) -> Any:
@@ -122,11 +133,11 @@ def main(arguments: list[str]) -> int:
 
     one, two = first.get(SUBJECT), second.get(SUBJECT)
     if one is not None:
-        print(textwrap.fill(f"{SUBJECT}, {with_boot}: {one['reason']}", WIDTH, subsequent_indent="  "))
+        print(fill(f"{SUBJECT}, {with_boot}: {one['reason']}", subsequent_indent="  "))
         for sentence in proof(one):
-            print(textwrap.fill(f"- {sentence}", WIDTH, initial_indent="  ", subsequent_indent="    "))
+            print(fill(f"- {sentence}", initial_indent="  ", subsequent_indent="    "))
     if two is not None:
-        print(textwrap.fill(f"{SUBJECT}, {without_boot}: {two['reason']}", WIDTH, subsequent_indent="  "))
+        print(fill(f"{SUBJECT}, {without_boot}: {two['reason']}", subsequent_indent="  "))
     print("\nThe proofs in full, from the run directories:")
     print(f"  .venv/bin/regrepro judge {with_dir}\n  .venv/bin/regrepro judge {without_dir}")
 
@@ -137,13 +148,12 @@ def main(arguments: list[str]) -> int:
         and (two["verdict"], two.get("basis")) == ("not-reproduced", "placement")
     )
     if one is not None and as_it_should:
+        print()
         print(
-            "\n"
-            + textwrap.fill(
-                f"Reproduced. The two runs differ in nothing but the size of hugetlb_cma. The pin was held "
-                f"by {one['pin_owner']}: this kernel, with this placement, is susceptible. That says nothing "
-                f"of any driver.",
-                WIDTH,
+            fill(
+                f"Reproduced. The two runs differ in nothing but the size of hugetlb_cma. The pin was held by "
+                f"{one['pin_owner']}: this kernel, with this placement, is susceptible. That says nothing of "
+                f"any driver."
             )
         )
         return 0
