@@ -71,9 +71,11 @@ def table(rows: list[tuple[str, str, str]]) -> str:
     return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
 
 
-def fill(text: str, **indents: str) -> str:
-    """Return text in lines; names such as process-vm stay whole."""
-    return textwrap.fill(text, WIDTH, break_on_hyphens=False, **indents)
+def fill(text: str, indent: str = "") -> str:
+    """Return text in lines, `indent` before the first and more before the others; process-vm stays whole."""
+    return textwrap.fill(
+        text, WIDTH, break_on_hyphens=False, initial_indent=indent, subsequent_indent=f"{indent}  "
+    )
 
 
 def value_of(item: dict[str, Any], name: str) -> Any:
@@ -133,11 +135,11 @@ def main(arguments: list[str]) -> int:
 
     one, two = first.get(SUBJECT), second.get(SUBJECT)
     if one is not None:
-        print(fill(f"{SUBJECT}, {with_boot}: {one['reason']}", subsequent_indent="  "))
+        print(fill(f"{SUBJECT}, {with_boot}: {one['reason']}"))
         for sentence in proof(one):
-            print(fill(f"- {sentence}", initial_indent="  ", subsequent_indent="    "))
+            print(fill(f"- {sentence}", "  "))
     if two is not None:
-        print(fill(f"{SUBJECT}, {without_boot}: {two['reason']}", subsequent_indent="  "))
+        print(fill(f"{SUBJECT}, {without_boot}: {two['reason']}"))
     print("\nThe proofs in full, from the run directories:")
     print(f"  .venv/bin/regrepro judge {with_dir}\n  .venv/bin/regrepro judge {without_dir}")
 
@@ -151,9 +153,9 @@ def main(arguments: list[str]) -> int:
         print()
         print(
             fill(
-                f"Reproduced. The two runs differ in nothing but the size of hugetlb_cma. The pin was held by "
-                f"{one['pin_owner']}: this kernel, with this placement, is susceptible. That says nothing of "
-                f"any driver."
+                f"Reproduced. The two runs differ in nothing but the size of hugetlb_cma. The pin was held "
+                f"by {one['pin_owner']}: this kernel, with this placement, is susceptible. That says nothing "
+                f"of any driver."
             )
         )
         return 0
