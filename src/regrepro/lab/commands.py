@@ -218,3 +218,12 @@ def _show(kernels: Any, *, refresh: bool, everything: bool, as_json: bool) -> No
         click.echo(f"suite {suite} could not be read: {why}", err=True)
     if index.stale:
         click.echo(index.stale, err=True)
+
+
+def _add_matrix() -> None:
+    from regrepro.lab.matrix_command import matrix
+
+    lab.add_command(matrix)
+
+
+_add_matrix()
