@@ -297,3 +297,32 @@ def test_shipped_scenarios_are_found_and_this_projects_tests_are_not() -> None:
 def test_the_plugin_is_declared() -> None:
     text = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
     assert '[project.entry-points.pytest11]\nregrepro = "regrepro.pytest_plugin"' in text
+
+
+def test_the_page_for_gates_names_only_what_exists() -> None:
+    """Every command and option of docs/gates.md is one that the command line or the plugin knows."""
+    import re
+
+    import click
+
+    from regrepro.cli import group
+
+    def options(*path: str) -> set[str]:
+        command: Any = group
+        with click.Context(group) as context:
+            for name in path:
+                command = command.get_command(context, name)
+                assert command is not None, path
+            return {option for parameter in command.params for option in parameter.opts} | {"--help"}
+
+    text = (Path(__file__).parents[2] / "docs/gates.md").read_text(encoding="utf-8")
+    text = text.replace("\\\n", " ")
+    plugin = (Path(__file__).parents[2] / "src/regrepro/pytest_plugin.py").read_text(encoding="utf-8")
+    for found in re.finditer(r"--(?:regrepro-[a-z-]+|baseline)", text):
+        assert f'"{found[0]}"' in plugin or found[0] == "--regrepro-", found[0]
+    commands = re.findall(r"regrepro ((?:lab )?(?:run|matrix|compare|judge|bundle|report))\b([^\n`#]*)", text)
+    assert len(commands) > 8
+    for command, rest in commands:
+        known = options(*command.split())
+        for option in re.findall(r"--[a-z-]+", rest):
+            assert option in known, f"regrepro {command} {option}"
