@@ -436,3 +436,26 @@ def test_inside() -> None:
 def test_usage_error_is_what_unpack_raises(tmp_path: Path) -> None:
     with pytest.raises(UsageError):
         archive.unpack(bomb(tmp_path / "b.tar.gz"), tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {"event": "memory-map", "page_size": False, "zones": None},
+        {
+            "event": "memory-map",
+            "page_size": -5,
+            "pageblock_order": 9999,
+            "zones": [{"zone": "Movable", "managed": True}],
+        },
+        {"event": "memory-map", "zones": [{"zone": "Normal", "blocks": {"CMA": True, "Movable": -1}}, 7]},
+        {"event": "reservation", "kernel_lines": [None, {}], "ok": False},
+    ],
+)
+def test_a_record_of_odd_values_says_nothing_rather_than_crash(tmp_path: Path, event: dict[str, Any]) -> None:
+    """What the fuzzer found: numbers that are none."""
+    record = tmp_path / "record.jsonl"
+    record.write_text(
+        json.dumps({"schema": "regrepro.record/1"}) + "\n" + json.dumps(event), encoding="utf-8"
+    )
+    assert audited(record)["findings"]

@@ -37,6 +37,11 @@ def collect(reader: Reader) -> Sheet:
     return sheet
 
 
+def whole(value: object) -> int | None:
+    """Return a foreign value where it is a whole number that a count can be, else None."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+
+
 def surveyed(reader: Reader) -> bool:
     """Tell whether what is not there was looked for: on the machine itself, and by scripts/collect.sh."""
     return reader.live or reader.read("collect.txt").text is not None
@@ -204,8 +209,8 @@ def memory(reader: Reader, sheet: Sheet) -> None:
         zones, zones_text = _zones_of_map(recorded), Text("", map_source)
     if recorded is not None and not blocks and isinstance(recorded.get("zones"), list):
         blocks, blocks_text = _blocks_of_map(recorded), Text("", map_source)
-        found_order = recorded.get("pageblock_order")
-        order = found_order if isinstance(found_order, int) else order
+        found_order = whole(recorded.get("pageblock_order"))
+        order = found_order if found_order is not None else order
     sheet.add("memory", "zones", zones or None, zones_text.source, why=zones_text.why or "no zone in it")
     sheet.add(
         "memory", "page-blocks", blocks or None, blocks_text.source, why=blocks_text.why or "no count in it"
@@ -233,8 +238,8 @@ def _page_size(
 ) -> tuple[int | None, str, str]:
     if reader.live:
         return os.sysconf("SC_PAGE_SIZE"), "sysconf(_SC_PAGE_SIZE)", "observed"
-    if recorded is not None and isinstance(recorded.get("page_size"), int):
-        return int(str(recorded["page_size"])), "event memory-map of record.jsonl", "observed"
+    if recorded is not None and (size := whole(recorded.get("page_size"))):
+        return size, "event memory-map of record.jsonl", "observed"
     for text in (reader.command("getconf"), reader.known("page_size")):
         if text.value and text.value.isdigit() and int(text.value) in (4096, 16384, 65536):
             return int(text.value), text.source, "observed"
@@ -257,7 +262,7 @@ def _zones_of_map(recorded: dict[str, object]) -> list[dict[str, Any]]:
         if not isinstance(zone, dict) or not isinstance(zone.get("zone"), str):
             continue
         numbers = {
-            name: zone.get(name) if isinstance(zone.get(name), int) else None
+            name: whole(zone.get(name))
             for name in (
                 "free",
                 "min",
@@ -271,8 +276,7 @@ def _zones_of_map(recorded: dict[str, object]) -> list[dict[str, Any]]:
                 "start_pfn",
             )
         }
-        node = zone.get("node")
-        zones.append({"node": node if isinstance(node, int) else 0, "zone": zone["zone"], **numbers})
+        zones.append({"node": whole(zone.get("node")) or 0, "zone": zone["zone"], **numbers})
     return zones
 
 
@@ -282,11 +286,12 @@ def _blocks_of_map(recorded: dict[str, object]) -> list[dict[str, Any]]:
     for zone in listed if isinstance(listed, list) else []:
         if not isinstance(zone, dict) or not isinstance(zone.get("blocks"), dict):
             continue
-        counts = {str(name): count for name, count in zone["blocks"].items() if isinstance(count, int)}
-        node = zone.get("node")
-        found.append(
-            {"node": node if isinstance(node, int) else 0, "zone": str(zone.get("zone")), "blocks": counts}
-        )
+        counts = {
+            str(name): number
+            for name, count in zone["blocks"].items()
+            if (number := whole(count)) is not None
+        }
+        found.append({"node": whole(zone.get("node")) or 0, "zone": str(zone.get("zone")), "blocks": counts})
     return found
 
 
