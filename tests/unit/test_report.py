@@ -472,3 +472,23 @@ def test_the_command_writes_where_it_is_told(tmp_path: Path) -> None:
     assert out.read_text(encoding="utf-8").startswith("<!doctype html>")
     bad = CliRunner().invoke(report, [str(run), "-o", str(tmp_path / "no" / "where")])
     assert "cannot write" in str(bad.exception)
+
+
+def test_of_several_scenarios_the_nearest_to_a_driver_comes_first(tmp_path: Path) -> None:
+    builder = build.Builder()
+    builder.memory_map()
+    build.failing_pass(builder, "by_reference", kind="get", owner="vmsplice")
+    build.no_pin_control(builder, "by_reference")
+    build.ordinary_control(builder, "by_reference")
+    build.failing_pass(builder, "by_pin")
+    build.no_pin_control(builder, "by_pin")
+    build.ordinary_control(builder, "by_pin")
+    builder.begin("fine", contract="none", expects={"none": "not-reproduced"})
+    builder.buffer(build.state(build.CMA))
+    builder.register(build.state(build.CMA), build.state(build.OUT, 1025))
+    builder.end()
+    content = build_report(load(write(tmp_path, builder.done())))
+    assert [finding.verdict for finding in content.findings][:2] == ["reproduced", "reproduced"]
+    assert "process_vm_writev" in content.answer
+    assert content.answer.endswith("(2 of 3 scenarios).")
+    assert 'class="verdicts"' in html.render(content)

@@ -64,6 +64,7 @@ def _body(report: Report) -> Iterator[str]:
                 )
                 for n, finding in enumerate(report.findings)
             ],
+            kind="verdicts",
         )
         yield "</section>"
     for n, finding in enumerate(report.findings):

@@ -142,12 +142,14 @@ def build(run: Run) -> Report:
 
 
 def headline(items: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """Return the verdict that the report opens with: the worst, a driver's own before a stand-in's."""
+    """Return the verdict that the report opens with: the worst; of these a driver's, then a plain pin's."""
     order = ("reproduced", "other-failure", "error", "unmet", "not-reproduced")
 
     def rank(item: Mapping[str, Any]) -> tuple[int, int]:
         name = str(item.get("verdict"))
-        return (order.index(name) if name in order else 2, 0 if item.get("pin_owner") == "cuda" else 1)
+        owner = str(item.get("pin_owner"))
+        near = ("cuda", "standin:pin", "process-vm")
+        return (order.index(name) if name in order else 2, near.index(owner) if owner in near else len(near))
 
     return min(items, key=rank, default=None)
 
@@ -208,7 +210,10 @@ def _answer(
     verdict, evidence = main.get("verdict"), words.mapping_of(main.get("evidence"))
     kernel = kernel_of(header)
     if verdict == "reproduced":
-        return _reproduced(main, evidence, header)
+        count = sum(1 for item in items if item.get("verdict") == "reproduced")
+        return _reproduced(
+            main, evidence, header, f" ({count} of {len(items)} scenarios)" if len(items) > 1 else ""
+        )
     if verdict == "other-failure":
         return f"It is not this bug: something else failed, {main.get('reason')}."
     if verdict in ("unmet", "error"):
@@ -233,7 +238,9 @@ def _answer(
     return f"The bug was not reproduced on {kernel}: {main.get('reason')}."
 
 
-def _reproduced(main: Mapping[str, Any], evidence: Mapping[str, Any], header: Mapping[str, Any]) -> str:
+def _reproduced(
+    main: Mapping[str, Any], evidence: Mapping[str, Any], header: Mapping[str, Any], of: str
+) -> str:
     places = words.value_of(evidence, "placement")
     names = [str(name) for name in places] if isinstance(places, Mapping) else []
     where = " and ".join(_PLACE_NAMES[name] for name in names if name in _PLACE_NAMES) or "unpinnable memory"
@@ -241,7 +248,7 @@ def _reproduced(main: Mapping[str, Any], evidence: Mapping[str, Any], header: Ma
     pinned = words.pages(count) if isinstance(count, int) else "the pages"
     verb = words.mapping_of(words.value_of(evidence, "registrar")).get("verb") or "the registration"
     failed = f"{verb} failed with {main.get('errno')}"
-    after = "with the pin released the same call succeeded"
+    after = f"with the pin released the same call succeeded{of}"
     if by_driver(main):
         return (
             f"Yes, it is this bug: a pin held by {driver_of(main, header)} kept {pinned} in {where} from "
