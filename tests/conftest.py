@@ -1,4 +1,4 @@
-"""For all tests: where REGREPRO_REQUIRE_LAB is set, as scripts/test does on CI, no lab test may be skipped."""
+"""For all tests: where REGREPRO_REQUIRE_LAB is set, as scripts/test does on CI, no lab test may skip."""
 
 from __future__ import annotations
 
