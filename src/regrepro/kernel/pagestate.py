@@ -44,7 +44,7 @@ STATE_NAMES = {
 
 # Bits of /proc/kpageflags (include/uapi/linux/kernel-page-flags.h, include/linux/kernel-page-flags.h).
 KPF_SWAPCACHE, KPF_ANON, KPF_COMPOUND_HEAD, KPF_COMPOUND_TAIL, KPF_HUGE = 13, 12, 15, 16, 17
-KPF_NOPAGE, KPF_KSM, KPF_THP, KPF_ZERO_PAGE = 20, 21, 22, 24
+KPF_NOPAGE, KPF_THP, KPF_ZERO_PAGE = 20, 22, 24
 KPF_RESERVED, KPF_PRIVATE, KPF_PRIVATE_2 = 32, 35, 36
 
 GUP_PIN_COUNTING_BIAS = (
@@ -394,8 +394,9 @@ def _baseline(
     in_cache = np.where(huge & (pages["refcount"] < nr_pages), 1, nr_pages)
     private = state.file & (_bit(flags, KPF_PRIVATE) | _bit(flags, KPF_PRIVATE_2)) & ~huge
     total = maps + np.where(cached, in_cache, 0) + private
-    # KSM, zero and special pages have references of their own kind.
-    sure &= (state.state == PRESENT) & ~_bit(flags, KPF_KSM)
+    # Zero and special pages have references of their own kind. (KPF_KSM is not asked: 6.12 sets it for every
+    # anonymous page, and a KSM page is referred to by its mappings only.)
+    sure &= state.state == PRESENT
     return np.where(sure, total, UNKNOWN_COUNT).astype(np.int64)
 
 
