@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 BTF_PATH = Path("/sys/kernel/btf/vmlinux")
@@ -70,12 +70,16 @@ class FlagNames:
 
     values: dict[str, int]
     source: str
+    _decoded: dict[int, list[str]] = field(default_factory=dict, compare=False, repr=False)
 
     def decode(self, bits: int) -> list[str]:
         """Return the names of the flags in `bits`, lowest bit first; a bit without a name comes as `0x…`."""
-        names = [name for name, bit in sorted(self.values.items(), key=lambda item: item[1]) if bits & bit]
-        rest = bits & ~sum(set(self.values.values()))
-        return [*names, hex(rest)] if rest else names
+        if bits not in self._decoded:
+            order = sorted(self.values.items(), key=lambda item: item[1])
+            names = [name for name, bit in order if bits & bit]
+            rest = bits & ~sum(set(self.values.values()))
+            self._decoded[bits] = [*names, hex(rest)] if rest else names
+        return list(self._decoded[bits])
 
 
 def kernel_series(release: str) -> tuple[int, int] | None:

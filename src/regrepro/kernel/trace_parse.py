@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from regrepro.kernel.trace_flags import FlagNames
-from regrepro.kernel.trace_probes import RETURNS
+from regrepro.kernel.trace_probes import kept
 
 # "  comm-123   [001] .....    69.759541: event: rest"; a thread-group id may stand before the CPU. Searched
 # for, not matched: a command's name may hold anything, and matching it lazily takes most of the time.
@@ -20,10 +20,9 @@ _HEAD = r"-(\d+)\s+(?:\([ \d-]+\)\s+)?\[(\d+)\]\s+\S+\s+(\d+)\.(\d{6}): "
 _LINE = re.compile(_HEAD + r"([\w.]+): ?(.*)$")
 _STACK = re.compile(_HEAD + r"<stack trace>$")
 _LOST = re.compile(r"^CPU:(?P<cpu>\d+) \[LOST(?: (?P<count>\d+))? EVENTS\]$")
-_PAIR = re.compile(r"(\w+)=(\S+)")
-_SYMBOL = re.compile(r"^(?P<name>[^\s+]+)(?:\+0x[0-9a-f]+(?:/0x[0-9a-f]+)?)?(?P<module> \[[^\]]+\])?")
-# What stands in a frame whose return address another return probe has taken.
+# What stands in a frame without a symbol, or whose return address another return probe has taken.
 _TRAMPOLINES = (
+    "0x",
     "[unknown/kretprobe'd]",
     "arch_rethook_trampoline",
     "kretprobe_trampoline",
@@ -43,12 +42,10 @@ class Parsed:
 def symbol(text: str) -> str | None:
     """Return `name` or `name [module]` of a printed address, None where the kernel could not tell."""
     text = text.strip()
-    if text.startswith(_TRAMPOLINES):
+    if not text or text.startswith(_TRAMPOLINES):
         return None
-    found = _SYMBOL.match(text)
-    if not found or found["name"].startswith("0x"):
-        return None
-    return found["name"] + (found["module"] or "")
+    place, bracket, module = text.partition(" [")
+    return place.partition("+0x")[0] + bracket + module
 
 
 def parse(
@@ -101,16 +98,16 @@ def parse(
 def _event(known: tuple[str, str], rest: str, flags: FlagNames) -> dict[str, Any] | None:
     name, kind = known
     if kind == "tracepoint":
-        return {"tracepoint": name, "fields": {key: _value(value) for key, value in _PAIR.findall(rest)}}
+        return {"tracepoint": name, "fields": _values(rest)}
     # "(caller+0x1/0x2 [module] <- function) key=value …" or "(function+0x0/0x60) key=value …"
     place, closed, pairs = rest.partition(") ")
     if not closed or not place.startswith("("):
         return None
-    values = {key: _value(value) for key, _, value in (pair.partition("=") for pair in pairs.split())}
+    values = _values(pairs)
     event: dict[str, Any] = {"fn": name}
     if kind == "return":
         ret = values.pop("ret", None)
-        event["ret"] = RETURNS[name].kept(ret) if isinstance(ret, int) and name in RETURNS else ret
+        event["ret"] = kept(name, ret) if isinstance(ret, int) else ret
         event["caller"] = symbol(place[1:].partition(" <- ")[0])
     if values:
         bits = values.get("gup_flags")
@@ -118,6 +115,12 @@ def _event(known: tuple[str, str], rest: str, flags: FlagNames) -> dict[str, Any
             values["flags"] = flags.decode(bits)
         event["args"] = values
     return event
+
+
+def _values(pairs: str) -> dict[str, Any]:
+    return {
+        key: _value(value) for key, equals, value in (pair.partition("=") for pair in pairs.split()) if equals
+    }
 
 
 def _value(text: str) -> Any:

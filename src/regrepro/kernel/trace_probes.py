@@ -30,15 +30,6 @@ class Returns(Enum):
         """The type of the fetch argument (Documentation/trace/kprobetrace.rst)."""
         return "s32" if self in (Returns.INT, Returns.NV_STATUS) else "s64"
 
-    def kept(self, raw: int) -> int:
-        """Return what is kept of a return value: of a pointer only its errno, 0 for NULL, else 1.
-
-        A kernel address says nothing here and does not belong in a file that is passed on.
-        """
-        if self is Returns.POINTER and raw and not -4096 < raw < 0:
-            return 1
-        return raw
-
 
 class Layer(Enum):
     """Where in the call path a function lies: a function of a higher number is called by a lower one."""
@@ -182,10 +173,19 @@ POINTS: tuple[Point, ...] = (
 
 LAYERS: dict[str, Layer] = {name: point.layer for point in POINTS for name in point.names}
 RETURNS: dict[str, Returns] = {name: point.returns for point in POINTS for name in point.names}
+POINTER_FUNCTIONS = frozenset(name for name, kind in RETURNS.items() if kind is Returns.POINTER)
 GUP_FUNCTIONS = frozenset(name for point in POINTS if point.arguments for name in point.names)
 MAPPING_FUNCTIONS = frozenset({"dma_map_sgtable"})
 
 TRACEPOINTS = (("migrate", "mm_migrate_pages"),)
+
+
+def kept(name: str, value: int) -> int:
+    """Return what is kept of a return value: of a pointer only its errno, 0 for NULL, else 1.
+
+    A kernel address says nothing here and does not belong in a file that is passed on.
+    """
+    return 1 if value and name in POINTER_FUNCTIONS and not -4096 < value < 0 else value
 
 
 def return_probe(group: str, event: str, name: str, point: Point, *, with_arguments: bool) -> str:
