@@ -139,9 +139,11 @@ def vm_sysctls() -> dict[str, int | str]:
         text = _text(f"/proc/sys/vm/{name}")
         if text is not None:
             values[name] = int(text) if re.fullmatch(r"-?\d+", text) else text
-    io_uring = _text("/proc/sys/kernel/io_uring_disabled")
-    if io_uring is not None and io_uring.isdigit():
-        values["kernel.io_uring_disabled"] = int(io_uring)
+    # NUMA balancing moves pages by itself, and on a hint that it left also at the moment of a LONGTERM pin.
+    for name in ("io_uring_disabled", "numa_balancing"):
+        text = _text(f"/proc/sys/kernel/{name}")
+        if text is not None and text.isdigit():
+            values[f"kernel.{name}"] = int(text)
     return values
 
 
