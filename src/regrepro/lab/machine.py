@@ -62,7 +62,7 @@ _OUT_OF_MEMORY = re.compile(r"\bOut of memory: Killed process|System is deadlock
 class Limits:
     """Seconds. `boot`: until the guest's own code runs. `silence`: without a sign of life after that."""
 
-    boot: float = 300.0
+    boot: float = 420.0
     silence: float = 120.0
     total: float = 4 * 3600.0
     ending: float = 20.0
