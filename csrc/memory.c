@@ -8,6 +8,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <linux/futex.h>
+#include <linux/mempolicy.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stdbool.h>
@@ -93,6 +94,11 @@ int rr_unmap(uintptr_t address, size_t length)
 int rr_advise(uintptr_t address, size_t length, int advice)
 {
 	return madvise((void *)address, length, advice) ? -errno : 0;
+}
+
+int rr_keep_from_numa_balancing(void)
+{
+	return syscall(SYS_set_mempolicy, MPOL_LOCAL, NULL, 0) ? -errno : 0;
 }
 
 int rr_shm_unlinked(const char *name)

@@ -15,6 +15,13 @@ int rr_map(size_t length, size_t alignment, int prot, int flags, int fd, uint64_
 int rr_unmap(uintptr_t address, size_t length);
 int rr_advise(uintptr_t address, size_t length, int advice);
 
+/*
+ * Keep NUMA balancing away from this process' memory, from now on and in its children: a task with a memory policy of
+ * its own is left alone (vma_policy_mof(), mm/mempolicy.c). The policy set is MPOL_LOCAL, which allocates as the
+ * default does. -ENOSYS: this kernel has no CONFIG_NUMA, and so no balancing.
+ */
+int rr_keep_from_numa_balancing(void);
+
 /* Open a new POSIX shared memory object and unlink its name at once. Returns a file descriptor or a negative errno. */
 int rr_shm_unlinked(const char *name);
 

@@ -42,6 +42,15 @@ def round_up(length: int, unit: int) -> int:
     return -(-length // unit) * unit
 
 
+def keep_from_numa_balancing() -> bool:
+    """Keep NUMA balancing away from this process' memory and its children's, from now on.
+
+    It moves pages to the node that touches them, and so away from where a scenario put them. Returns
+    False where the policy cannot be set (no CONFIG_NUMA, and so no balancing; a container that forbids it).
+    """
+    return bool(lib.rr_keep_from_numa_balancing() == 0)
+
+
 def thp_size() -> int | None:
     """Return the size in bytes of a transparent huge page (PMD size), or None on a kernel without them."""
     try:

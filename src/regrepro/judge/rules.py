@@ -496,7 +496,8 @@ def pin_contract(buffer: Buffer, pin: Pin) -> Contract:
     A pin with FOLL_LONGTERM moves unpinnable pages out first (`__gup_longterm_locked`, mm/gup.c). Movement
     means that only if nothing else can have moved them: after fork() any pin for writing breaks
     copy-on-write (`do_wp_page`, mm/memory.c), so each page must have been mapped once; it must now bear
-    exactly one pin more than its baseline; and unpinnable pages that were not pinned must have stayed.
+    exactly one pin more than its baseline; and pages that were not pinned must have stayed: NUMA balancing
+    and compaction move pages, too.
     """
     before, after = pin.before, pin.after
     if before is None or after is None:
@@ -525,8 +526,10 @@ def pin_contract(buffer: Buffer, pin: Pin) -> Contract:
     once = once | after.where("pincount", lambda count: count > 0)
     if moved - once:
         return Contract("unknown", f"page {moved - once} does not provably bear exactly one pin", moved)
-    neighbours = before.unpinnable - pin.spans
-    if neighbours & before.moved(after):
+    if before.moved(after) - pin.spans:
         return Contract("unknown", "pages that were not pinned moved as well", moved)
+    if any(not call["longterm"] for call in pin.trace.gup_calls if call["ret"] > 0):
+        return Contract("unknown", "its pages moved, but the kernel saw it ask for no FOLL_LONGTERM", moved)
+    neighbours = before.unpinnable - pin.spans
     beside = f", the {neighbours.total} unpinned ones beside them stayed" if neighbours else ""
     return Contract("longterm", f"the pin moved its {moved.total} unpinnable pages out first{beside}", moved)
