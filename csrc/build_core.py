@@ -1,7 +1,7 @@
 """cffi builder of `regrepro._core`: every csrc/NAME.h that has a csrc/NAME.c beside it is a room of the core.
 
-The headers are written so that cffi can read them: plain declarations, and preprocessor lines only where cffi may
-skip them (include guards, includes).
+The headers are written so that cffi can read them: plain declarations, and preprocessor lines only where
+cffi may skip them (include guards, includes).
 """
 
 from __future__ import annotations
@@ -31,5 +31,12 @@ ffi.set_source(
     include_dirs=[str(HERE)],
     depends=sorted(str(header) for header in HERE.glob("*.h")),
     libraries=["dl", "pthread", "rt"],
-    extra_compile_args=["-std=gnu11", "-O2", "-Wall", "-Wextra", "-Wno-unused-parameter", "-fvisibility=hidden"],
+    extra_compile_args=[
+        "-std=gnu11",
+        "-O2",
+        "-Wall",
+        "-Wextra",
+        "-Wno-unused-parameter",
+        "-fvisibility=hidden",
+    ],
 )

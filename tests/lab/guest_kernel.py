@@ -75,8 +75,8 @@ def quiet(*sysctls: str) -> None:
 def drain() -> None:
     """Empty the per-CPU LRU batches, in which a page counts one reference more.
 
-    Both writes end in lru_add_drain_all(). Compaction drains first and may itself put a pinned page of shared memory
-    back into a batch; dropping the page cache drains and moves nothing.
+    Both writes end in lru_add_drain_all(). Compaction drains first and may itself put a pinned page of shared
+    memory back into a batch; dropping the page cache drains and moves nothing.
     """
     Path("/proc/sys/vm/compact_memory").write_text("1")
     Path("/proc/sys/vm/drop_caches").write_text("1")

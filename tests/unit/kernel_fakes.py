@@ -335,7 +335,7 @@ def write_kallsyms(
 ) -> tuple[bytes, str]:
     """Return the kernel's compressed symbol table, to lie at address `at`, and its lines of vmcoreinfo.
 
-    `form` is how offsets are kept: `self` (relative to the entry), `base`, or `percpu` (negative to the base).
+    `form` is how offsets are kept: `self` (relative to the entry), `base`, or `percpu` (negative to it).
     """
     # Token 0 stands for "mem_", token 1 for a name that needs two bytes of length; the others for themselves.
     tokens = [b"mem_", b"x"] + [bytes([i]) for i in range(2, 256)]

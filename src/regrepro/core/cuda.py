@@ -171,9 +171,7 @@ class Cuda:
                 call, result, "ENOSYS", f"{library} has no such entry point; it is too old or missing"
             )
         if result < 0:
-            raise CudaError(
-                call, result, errno_name(-result), os.strerror(-result), -result
-            )
+            raise CudaError(call, result, errno_name(-result), os.strerror(-result), -result)
         cause = int(lib.rr_cuda_stand_in_errno(self._handle))
         known = cause if cause > 0 else None
         if of_driver:
