@@ -296,7 +296,7 @@ def test_shipped_scenarios_are_found_and_this_projects_tests_are_not() -> None:
 
 def test_the_plugin_is_declared() -> None:
     text = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
-    assert '[project.entry-points.pytest11]\nregrepro = "regrepro.pytest_plugin"' in text
+    assert '[project.entry-points.pytest11]\n"regrepro.pytest_plugin" = "regrepro.pytest_plugin"' in text
 
 
 def test_the_page_for_gates_names_only_what_exists() -> None:
