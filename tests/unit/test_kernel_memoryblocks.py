@@ -157,6 +157,14 @@ def test_a_node_keeps_its_last_block(sysfs: Sysfs, journal: Journal) -> None:
     assert online_movable(journal, node=0).block.number == 1
 
 
+def test_a_block_that_would_come_back_to_another_zone_is_left_alone(sysfs: Sysfs, journal: Journal) -> None:
+    """Offline, the last block of ZONE_DMA32 lies in no low zone any more, and would come back Normal."""
+    sysfs.make({0: "none", 1: "DMA32", 2: "DMA32", 3: "DMA32", 4: "Movable"})
+    assert [block.number for block in memoryblocks.candidates()] == [2]
+    sysfs.set(3, "online", "Normal")
+    assert [block.number for block in memoryblocks.candidates()] == [3]
+
+
 def test_too_little_memory(sysfs: Sysfs, journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
     sysfs.make(EIGHT)
     monkeypatch.setattr(memoryblocks, "read_meminfo", lambda: {"MemAvailable": 200 << 20})

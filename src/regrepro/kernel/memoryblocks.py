@@ -194,9 +194,9 @@ def _tell(
 def candidates(memory_map: MemoryMap | None = None, node: int | None = None) -> list[MemoryBlock]:
     """Return the blocks that could be taken, the most promising first. Raises OSError.
 
-    Not taken are blocks of several zones, of ZONE_DMA, and the last block of a node's kernel zones. Where the
-    pageblock bitmap is known, blocks without unmovable pageblocks come first; then the highest, which boot
-    allocations spare.
+    Not taken are blocks of several zones, of ZONE_DMA, a node's first block, and one that would come back
+    to another zone. Where the pageblock bitmap is known, blocks without unmovable pageblocks come first; then
+    the highest, which boot allocations spare.
     """
     by_node: dict[int, list[MemoryBlock]] = {}
     for path in MEMORY_BLOCKS.glob("memory[0-9]*"):
@@ -210,8 +210,18 @@ def candidates(memory_map: MemoryMap | None = None, node: int | None = None) -> 
     for number, blocks in by_node.items():
         if len(blocks) > 1 and node in (None, number):
             # Most kernel memory of a node lies in its first blocks: those are never worth a try.
-            usable += sorted(blocks, key=lambda block: block.number)[1:]
+            first, wanders = min(block.number for block in blocks), _wanders(blocks)
+            usable += [block for block in blocks if block.number not in (first, wanders)]
     return sorted(usable, key=lambda block: (_fixed_pageblocks(block, memory_map), -block.number))
+
+
+def _wanders(blocks: list[MemoryBlock]) -> int | None:
+    """Return the block of a node that would come back to another zone, None where there is none.
+
+    A zone below ZONE_NORMAL shrinks when the block at its end goes offline, and `online_kernel` puts a block
+    that lies in no such zone's span into ZONE_NORMAL (default_kernel_zone_for_pfn(), mm/memory_hotplug.c).
+    """
+    return max((block.number for block in blocks if block.zone == "DMA32"), default=None)
 
 
 def _fixed_pageblocks(block: MemoryBlock, memory_map: MemoryMap | None) -> int:
