@@ -89,13 +89,14 @@ def read_pfns(address: int, pages: int, fd: int | None = None) -> NDArray[np.uin
     finally:
         if fd is None:
             os.close(opened)
-    return pfns_of(entries)
+    return pfns_of(entries, out=entries)
 
 
-def pfns_of(entries: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return the PFNs in pagemap entries, 0 for a page that is not present."""
-    present = entries >> np.uint64(63)
-    pfns: NDArray[np.uint64] = (entries & np.uint64(PM_PFN_MASK)) * present
+def pfns_of(entries: NDArray[np.uint64], out: NDArray[np.uint64] | None = None) -> NDArray[np.uint64]:
+    """Return the PFNs in pagemap entries, 0 for a page that is not present. `out` may be `entries` itself."""
+    absent = entries < np.uint64(PM_PRESENT)
+    pfns: NDArray[np.uint64] = np.bitwise_and(entries, np.uint64(PM_PFN_MASK), out=out)
+    pfns[absent] = NO_PFN
     return pfns
 
 
