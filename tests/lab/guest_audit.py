@@ -214,7 +214,10 @@ def main() -> int:
         "--arch",
         "aarch64",
     )
-    plain = audit(tap, "without root", exposed, "--driver", NO_LONGTERM, user=65534)
+    # Without root nobody sees pageblock types, so that hidden CMA cannot be ruled out: it cannot be told.
+    plain = audit(
+        tap, "without root", 125 if kind == "none" else exposed, "--driver", NO_LONGTERM, user=65534
+    )
     tap.ok(bool(plain["findings"]), "without root there are findings")
     with tempfile.TemporaryDirectory() as folder:
         collected = Path(folder) / "node"

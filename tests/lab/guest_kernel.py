@@ -75,11 +75,19 @@ def quiet(*sysctls: str) -> None:
 def drain() -> None:
     """Empty the per-CPU LRU batches, in which a page counts one reference more.
 
-    Both writes end in lru_add_drain_all(). Compaction drains first and may itself put a pinned page of shared
-    memory back into a batch; dropping the page cache drains and moves nothing.
+    Each of these ends in lru_add_drain_all(), the second on newer kernels only. Compaction drains first and
+    may itself put a pinned page of shared memory back into a batch; dropping the page cache, and moving a
+    page of our own that lies right already, drain and move nothing.
     """
     Path("/proc/sys/vm/compact_memory").write_text("1")
     Path("/proc/sys/vm/drop_caches").write_text("1")
+    with memory.Range.anonymous(PAGE) as scratch:
+        scratch.populate()
+        number = {"x86_64": 237, "aarch64": 235}[os.uname().machine]
+        default_policy, move = 0, 2  # MPOL_DEFAULT, MPOL_MF_MOVE: do_mbind(), mm/mempolicy.c
+        libc = ctypes.CDLL(None, use_errno=True)
+        address, length = ctypes.c_ulong(scratch.address), ctypes.c_ulong(PAGE)
+        libc.syscall(ctypes.c_long(number), address, length, default_policy, None, ctypes.c_ulong(0), move)
 
 
 # --- the map ---
