@@ -248,6 +248,14 @@ def test_without_a_keyring_nothing_is_fetched(
         kept.index()
 
 
+def test_a_full_disk_is_said_before_apt_hangs_on_it(kept: Archive, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Archive, "_require_apt", lambda _: Path("/k.gpg"))
+    monkeypatch.setattr(archive.shutil, "disk_usage", lambda _: type("usage", (), {"free": 1 << 20}))
+    monkeypatch.setattr(Archive, "_run_apt", lambda *_, **__: pytest.fail("apt was started"))
+    with pytest.raises(EnvironmentProblem, match="no room for Debian's package index"):
+        kept.index()
+
+
 def test_the_configuration_is_private(kept: Archive, tmp_path: Path) -> None:
     kept._make_directories()
     kept._write_configuration("amd64", Path("/k.gpg"), {"trixie": "https://u:p@m.example/debian"})

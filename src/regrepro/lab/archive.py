@@ -24,6 +24,7 @@ from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 from regrepro.errors import EnvironmentProblem
+from regrepro.options import format_size
 
 # Where Debian's archive is when apt on this machine names no mirror of it.
 DEFAULT_SITE = "http://deb.debian.org/debian"
@@ -51,6 +52,8 @@ INDEX_MAX_AGE = 6 * 3600
 # After a refresh that failed, do not try again before: seconds.
 INDEX_RETRY_AFTER = 15 * 60
 UPDATE_LIMIT = 600
+# The lists of all suites take 85 MB, and while they come in about half of it again: bytes.
+INDEX_ROOM = 150 << 20
 DOWNLOAD_LIMIT = 3600
 
 _APT_HELPER = Path("/usr/lib/apt/apt-helper")
@@ -290,6 +293,7 @@ class Archive:
         architecture = debian_architecture()
         keyring = self._require_apt()
         self._make_directories()
+        self._require_room()
         sources = mirrors_of_host()
         suites = self._suites(sources)
         self._write_configuration(architecture, keyring, suites)
@@ -348,6 +352,18 @@ class Archive:
                 why=error.strerror or str(error),
                 hint="set XDG_CACHE_HOME to a directory that you can write to",
             ) from error
+
+    def _require_room(self) -> None:
+        """apt does not end when the disk fills up under it: look before. Raises `EnvironmentProblem`."""
+        lists = _bytes_below(self.directory / "lists")
+        need = max(INDEX_ROOM - lists, INDEX_ROOM // 3)
+        free = shutil.disk_usage(self.directory).free
+        if free < need:
+            raise EnvironmentProblem(
+                f"no room for Debian's package index in {self.directory}",
+                why=f"it needs {format_size(need)}, {format_size(free)} are free",
+                hint="make room, or set XDG_CACHE_HOME to a directory elsewhere",
+            )
 
     @staticmethod
     def _suites(sources: HostSources) -> dict[str, str]:

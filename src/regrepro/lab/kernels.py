@@ -247,7 +247,8 @@ class Kernels:
             kernel = _kept_as(place, offer.version)
             if kernel is not None:
                 return kernel
-            with self._scratch(offer.size + 2 * offer.installed_size) as scratch:
+            # Unpacked files are linked into place, not copied; depmod's come on top.
+            with self._scratch(offer.size + offer.installed_size * 5 // 4) as scratch:
                 files = self.archive.download(
                     offer.packages,
                     _made(scratch / "deb"),
