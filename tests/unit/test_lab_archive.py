@@ -135,16 +135,14 @@ def test_a_mirror_without_lists_is_known_by_its_path() -> None:
         "cdrom://disc/debian/|trixie|Debian|main\n"
     )
     assert found.site == "http://mirror.example/debian"
-    assert found.security_site == archive.DEFAULT_SECURITY_SITE
+    assert found.security_site == "http://mirror.example/debian-security"
 
 
-def test_another_distribution_falls_back_to_debians_own_site() -> None:
+def test_another_distribution_names_no_mirror_of_debian() -> None:
     found = archive.sources_in("http://archive.example/ubuntu/|noble|Ubuntu|main\n")
-    assert (found.site, found.security_site, found.suites) == (
-        archive.DEFAULT_SITE,
-        archive.DEFAULT_SECURITY_SITE,
-        (),
-    )
+    assert found == archive.HostSources("", "", ())
+    with pytest.raises(EnvironmentProblem, match="names no mirror of Debian"):
+        archive.Archive._suites(found)
 
 
 def test_a_suite_that_is_gone_is_named_with_the_reason() -> None:

@@ -26,10 +26,6 @@ from urllib.parse import urlsplit, urlunsplit
 from regrepro.errors import EnvironmentProblem
 from regrepro.options import format_size
 
-# Where Debian's archive is when apt on this machine names no mirror of it.
-DEFAULT_SITE = "http://deb.debian.org/debian"
-DEFAULT_SECURITY_SITE = "http://deb.debian.org/debian-security"
-
 # The suites that carry kernels, besides the host's own. `bullseye-security` still has 5.10.
 SUITES = (
     "trixie-backports",
@@ -367,11 +363,18 @@ class Archive:
 
     @staticmethod
     def _suites(sources: HostSources) -> dict[str, str]:
-        """Return suite → site, the host's own suites first."""
+        """Return suite → site, the host's own suites first. Raises `EnvironmentProblem` with none."""
         suites: dict[str, str] = {}
         for suite in (*sources.suites, *SUITES):
-            security = suite.endswith("-security")
-            suites.setdefault(suite, sources.security_site if security else sources.site)
+            site = sources.security_site if suite.endswith("-security") else sources.site
+            if site:
+                suites.setdefault(suite, site)
+        if not suites:
+            raise EnvironmentProblem(
+                "Debian's archive cannot be asked for kernels",
+                why="apt on this machine names no mirror of Debian",
+                hint="add one to apt's sources, or give a kernel: --kernel host, --kernel PATH",
+            )
         return suites
 
     def _write_configuration(self, architecture: str, keyring: Path, suites: dict[str, str]) -> None:
@@ -494,15 +497,15 @@ class Archive:
 
 @dataclass(frozen=True)
 class HostSources:
-    """Where this machine's apt gets Debian from: two sites, and the Debian suites that it names."""
+    """Where this machine's apt gets Debian from: two sites, empty if unknown, and the suites it names."""
 
-    site: str = DEFAULT_SITE
-    security_site: str = DEFAULT_SECURITY_SITE
+    site: str = ""
+    security_site: str = ""
     suites: tuple[str, ...] = ()
 
 
 def mirrors_of_host() -> HostSources:
-    """Return the mirrors that apt on this machine is configured for; Debian's own where it names none."""
+    """Return the mirrors of Debian that apt on this machine is configured for."""
     form = "$(REPO_URI)|$(RELEASE)|$(ORIGIN)|$(COMPONENT)"
     try:
         done = subprocess.run(
@@ -541,9 +544,10 @@ def sources_in(targets: str) -> HostSources:
         else:
             continue
         suites.append(suite)
-    return HostSources(
-        site or DEFAULT_SITE, security_site or DEFAULT_SECURITY_SITE, tuple(dict.fromkeys(suites))
-    )
+    if site.endswith("/debian"):
+        # Mirrors of both keep them side by side.
+        security_site = security_site or f"{site}-security"
+    return HostSources(site, security_site, tuple(dict.fromkeys(suites)))
 
 
 def _failures(output: str) -> dict[str, str]:
