@@ -283,14 +283,22 @@ class _Booted:
             elif message["what"] == "note":
                 self._tell.say(str(message.get("text")))
 
-        ending = machine.run(
-            limits,
-            on_message=on_message,
-            on_start=self._place.started,
-            poll=follow.look if follow is not None else None,
-            console_log=self._out / CONSOLE_FILE,
-        )
-        self._place.ended()
+        def boot(machine: Machine) -> Ending:
+            ending = machine.run(
+                limits,
+                on_message=on_message,
+                on_start=self._place.started,
+                poll=follow.look if follow is not None else None,
+                console_log=self._out / CONSOLE_FILE,
+            )
+            self._place.ended()
+            return ending
+
+        ending = boot(machine)
+        if ending.what == "panic" and ending.boot_seconds is None and not kvm:
+            # Seen under emulation on a busy host, before any code of the guest ran: nothing is lost by it.
+            self._tell.say(f"{ending.why}, before the guest was up; booting once more")
+            ending = boot(make(kvm))
         if follow is not None:
             follow.look()
         if ending.what != "finished":
