@@ -317,8 +317,7 @@ def reference_counts(reader: PageReader) -> None:
                     for number in range(1, 4):
                         try:
                             held.append(take(buffer.address, span))
-                            if kind == "longterm":
-                                drain()  # pages that it moved are fresh again
+                            drain()  # pages that were moved or touched again wait in a batch
                         except OSError as error:
                             skip(f"references: {name}, {number} {kind}", str(error))
                             break
