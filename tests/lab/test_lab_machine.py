@@ -179,6 +179,8 @@ def start(out: Path, temporary: Path) -> subprocess.Popen[str]:
          "--boot", "cma=512M", "--out", str(out)],
         stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         env={**os.environ, "TMPDIR": str(temporary)},
+        # A shell starts what runs in the background with SIGINT ignored, and the lab keeps to that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
     )  # fmt: skip
 
 
