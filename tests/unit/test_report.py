@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import shutil
 import subprocess
 from html.parser import HTMLParser
@@ -406,6 +407,42 @@ def test_c_programs_compile_without_a_warning_and_are_short(name: str, tmp_path:
     assert "SKIP" in done.stdout
     assert subprocess.run([str(made), "-x"], capture_output=True, check=False).returncode == 2
     assert subprocess.run([str(made), "nonsense"], capture_output=True, check=False).returncode == 2
+
+
+def test_a_c_program_registers_only_once_its_pin_is_held(tmp_path: Path) -> None:
+    """The pinning system call is held up for a second; nothing may be registered or called pinned before."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root: PFNs and userfaultfd")
+    program = compile_c(cprogram.render(io_uring_record()), tmp_path)
+    late = tmp_path / "late.c"
+    late.write_text(
+        "#define _GNU_SOURCE\n#include <stdio.h>\n#include <sys/syscall.h>\n"
+        "#include <sys/uio.h>\n#include <unistd.h>\n"
+        "ssize_t process_vm_writev(pid_t p, const struct iovec *l, unsigned long n, const struct iovec *r,\n"
+        'unsigned long m, unsigned long f)\n{ sleep(1); puts("# the pin begins");\n'
+        "return syscall(SYS_process_vm_writev, p, l, n, r, m, f); }\n"
+    )
+    library = tmp_path / "late.so"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(late)], check=True)
+    # Every page counts as unpinnable, so that a node without such memory can run the steps.
+    done = subprocess.run(
+        [str(program), "0-0xfffffffff"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "LD_PRELOAD": str(library)},
+    )
+    if done.returncode == 4:
+        pytest.skip(f"needs what this machine lacks: {done.stdout.splitlines()[-1]}")
+    out = done.stdout
+    assert (
+        out.index("# the pin begins")
+        < out.index("# pinned: ")
+        < out.index("ok 1 ")
+        < out.index("# pin released")
+    )
+    assert "nothing was written" in out
 
 
 def test_a_c_program_does_the_recorded_steps_in_order() -> None:
