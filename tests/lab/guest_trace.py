@@ -427,6 +427,45 @@ def bpftrace(register: Callable[[], None]) -> subprocess.Popen[str] | None:
     return None
 
 
+def elsewhere() -> None:
+    """A node whose tracefs is mounted nowhere, one where it is read-only, and a user who is not root."""
+    unmount = "umount /sys/kernel/debug/tracing /sys/kernel/tracing /sys/kernel/debug 2>/dev/null; "
+    readonly = (
+        "mount --bind /sys/kernel/tracing /sys/kernel/tracing && "
+        "mount -o remount,bind,ro /sys/kernel/tracing && umount /sys/kernel/debug; "
+    )
+    for name, setup, word in (
+        ("mounted nowhere, it works by a mount of its own", unmount, "traced"),
+        ("mounted read-only, it says so", readonly, "read-only"),
+        ("without root, it says so", "exec setpriv --reuid 65534 --clear-groups ", "needs root"),
+    ):
+        command = setup + ("" if setup.startswith("exec") else "exec ") + '"$0" "$1" --alone'
+        done = subprocess.run(
+            ["unshare", "-m", "sh", "-c", command, sys.executable, __file__],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        said = " ".join((done.stdout + done.stderr).split())
+        check(f"tracefs {name}" if "mounted" in name else name, word in done.stdout, said)
+
+
+def alone() -> int:
+    """Trace one call with what this process finds, and print what came of it."""
+    tracer = Tracer(leftovers.Journal())
+    armed = tracer.arm()
+    print(tracer.status()[1])
+    if armed:
+        with memory.Range.anonymous(PAGE) as buffer:
+            buffer.fill(1)
+            _, pin, trace = traced(tracer, lambda: pins.pin_vmsplice(buffer.address, PAGE), stack=True)
+            pin.release()
+            if any(call["start"] == buffer.address for call in trace_tree.gup_calls(trace)):
+                print("traced")
+        tracer.disarm()
+    return 0
+
+
 def median(values: list[float]) -> float:
     return sorted(values)[len(values) // 2]
 
@@ -486,8 +525,11 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--expect-refusal", choices=("yes", "no"), default="yes")
     parser.add_argument("--speed", action="store_true", help="measure only")
+    parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--dump", type=Path, metavar="DIR")
     options = parser.parse_args()
+    if options.alone:
+        return alone()
     refusal = options.expect_refusal == "yes"
     with verbs.Device(device()) as rdma, rdma.pd() as pd:
         if options.speed:
@@ -517,6 +559,7 @@ def main() -> int:
         check("and no other probe is gone", (TRACEFS / "kprobe_events").read_text() == probes_before)
         second_tracer(pd)
         killed()
+        elsewhere()
     print(f"1..{len(results)}")
     return 0 if all(results) else 1
 
