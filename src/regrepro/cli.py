@@ -113,6 +113,8 @@ def run_options(command: _Command) -> _Command:
                      help="With --place pressure: how much memory may be held meanwhile."),
         click.option("--timeout", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS",
                      help="Time limit of each pass, in the place of the scenario's own."),
+        click.option("--option", multiple=True, metavar="NAME=VALUE",
+                     help="Set an option of the scenarios themselves (`regrepro list` shows them)."),
         click.option("--expect", type=click.Choice(["declared"]),
                      help="Judge by what the scenario files declare: exit 0 as declared, 10 not so."),
     ]  # fmt: skip
@@ -220,6 +222,9 @@ def list_command(profile: str | None, as_json: bool, files: tuple[str, ...]) -> 
         click.echo(f"{item.name:<{width}}  {item.summary}")
         expects = ", ".join(f"{verdict} with {contract}" for contract, verdict in item.expects.items())
         click.echo(f"{'':<{width}}  expects {expects}; needs {', '.join(item.needs) or 'nothing'}")
+        if item.options:
+            options = ", ".join(f"{name}={value}" for name, value in item.option_values(()).items())
+            click.echo(f"{'':<{width}}  options {options}")
 
 
 @group.command("run")
@@ -234,13 +239,12 @@ def run_command(
     """Run scenarios on this machine and judge what was seen."""
     from regrepro import runner
     from regrepro.progress import Lines, Silent
-    from regrepro.scenario import Library
+    from regrepro.scenario import Library, check_options
 
     options = make_run_options(names, values)
     library = Library()
-    library.select(
-        names, options.profile
-    )  # what is wrong with names and files is said before anything is made
+    # What is wrong with names and files is said before anything is made.
+    check_options(library.select(names, options.profile), options.option)
     made = out is None
     directory = default_out() if out is None else out
     progress = Silent() if quiet else Lines()

@@ -23,6 +23,7 @@ class RunOptions:
 
     `names` are scenario names or files; empty means every scenario of `profile`. `pressure_limit` is in
     bytes. `timeout` is in seconds and, where given, replaces the time limit that each scenario declares.
+    `option` holds values for scenarios' own options, as `NAME=VALUE` or `SCENARIO.NAME=VALUE`.
     """
 
     names: tuple[str, ...] = ()
@@ -37,6 +38,7 @@ class RunOptions:
     pressure_limit: int | None = None
     expect: str | None = None
     timeout: float | None = None
+    option: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name, value, choices in (
@@ -56,6 +58,7 @@ class RunOptions:
         """Return plain JSON values; the `run` of a record's header."""
         value = asdict(self)
         value["names"] = list(self.names)
+        value["option"] = list(self.option)
         return value
 
     @classmethod
@@ -67,7 +70,8 @@ class RunOptions:
             raise UsageError(
                 f"unknown run option {unknown[0]!r}", hint=f"known are {', '.join(sorted(known))}"
             )
-        return cls(**{**value, "names": tuple(value.get("names", ()))})
+        lists = {key: tuple(value.get(key, ())) for key in ("names", "option")}
+        return cls(**{**value, **lists})
 
 
 def parse_size(text: str) -> int:

@@ -29,7 +29,7 @@ from regrepro.errors import EnvironmentProblem, RegreproError, Unmet
 from regrepro.options import RunOptions
 from regrepro.progress import Progress, Silent
 from regrepro.record import FILE_NAME, RecordProblem, RecordWriter
-from regrepro.scenario import Change, Instead, Library, Scenario
+from regrepro.scenario import Change, Instead, Library, Scenario, check_options
 from regrepro.stage import Stage, needs
 from regrepro.stage.backend import Backend, MemoryMap, System, Tracer, default_contract
 
@@ -187,6 +187,7 @@ def run(
     """
     shelf = library or Library()
     scenarios = shelf.select(names, options.profile)
+    check_options(scenarios, options.option)
     directory = Path(out_dir)
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -389,6 +390,7 @@ class _Run:
                 declared=declared,
                 contract=one.contract(self._options),
                 change=str(one.change) if one.change else None,
+                options=one.body.option_values(self._options.option),
                 pid=pid,
             )
             if self._tracer is not None:
@@ -545,6 +547,7 @@ class _Run:
             change=one.change,
             tracer=self._tracer,
             trace_status=self._trace_status,
+            options=one.body.option_values(self._options.option),
         )
         reached = _FINISHED
         try:

@@ -13,13 +13,13 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from regrepro.errors import UsageError
-from regrepro.options import PROFILES
+from regrepro.options import PROFILES, parse_size
 
 if TYPE_CHECKING:
     from regrepro.stage import Stage
@@ -44,7 +44,7 @@ EXPECTATIONS = ("reproduced", "not-reproduced", "other-failure", "unmet")
 CHANGES: dict[str, tuple[str, ...]] = {"pin": CONTRACTS, "place": ("ordinary", "unpinnable")}
 MAX_TIMEOUT = 24 * 3600
 
-_KEYWORDS = ("shows", "needs", "expects", "controls", "profiles", "timeout")
+_KEYWORDS = ("shows", "needs", "expects", "controls", "profiles", "timeout", "options")
 _SIGNATURE = "def NAME(stage: Stage) -> None:"
 
 
@@ -81,6 +81,9 @@ class Instead:
 
 Control = Change | Instead
 
+Value = bool | int | str
+"""A value of a scenario's own option. Sizes are whole numbers of bytes."""
+
 
 @dataclass(frozen=True)
 class Scenario:
@@ -97,6 +100,7 @@ class Scenario:
     profiles: tuple[str, ...]
     timeout: float
     body: Callable[[Stage], None]
+    options: Mapping[str, Value | tuple[str, ...]] = field(default_factory=dict)
 
     def __call__(self, stage: Stage) -> None:
         self.body(stage)
@@ -110,7 +114,25 @@ class Scenario:
             "controls": {name: str(control) for name, control in self.controls.items()},
             "profiles": list(self.profiles),
             "timeout": self.timeout,
+            **({"options": self.option_values(())} if self.options else {}),
         }
+
+    def option_values(self, given: Iterable[str]) -> dict[str, Value]:
+        """Return the value of each option that this scenario declares: of `given`, else its default.
+
+        `given`: `NAME=VALUE`, or `SCENARIO.NAME=VALUE` for one scenario alone; what names no option of this
+        scenario is another's. Raises `UsageError` for a value that does not fit.
+        """
+        values: dict[str, Value] = {
+            name: default[0] if isinstance(default, tuple) else default
+            for name, default in self.options.items()
+        }
+        for item in given:
+            name, text = _split_option(item)
+            owner, _, own = name.rpartition(".")
+            if owner in ("", self.name) and own in self.options:
+                values[own] = _option_value(f"--option {name}", text, self.options[own])
+        return values
 
     def contract(self, default_pin: str) -> str:
         """Return what a run's pin promises: `default_pin` where the scenario expects something of it."""
@@ -147,6 +169,44 @@ def instead(scenario: str) -> Instead:
     return Instead(scenario)
 
 
+def _split_option(item: str) -> tuple[str, str]:
+    name, equals, text = item.partition("=")
+    if not equals or not name:
+        raise UsageError(f"--option {item} sets nothing", hint="write --option NAME=VALUE")
+    return name, text
+
+
+def _option_value(what: str, text: str, default: Value | tuple[str, ...]) -> Value:
+    """Return an option's value of its text, of the kind that the default has."""
+    if isinstance(default, bool):
+        if text.lower() not in ("true", "yes", "1", "false", "no", "0"):
+            raise UsageError(f"{what}={text} is neither true nor false", hint=f"write {what}=true")
+        return text.lower() in ("true", "yes", "1")
+    if isinstance(default, int):
+        return 0 if text == "0" else parse_size(text)
+    if isinstance(default, tuple) and text not in default:
+        raise UsageError(f"{what}={text} is not known", hint=_suggest(text, default))
+    return text
+
+
+def check_options(scenarios: Iterable[Scenario], given: Iterable[str]) -> None:
+    """Check that each given option is one of these scenarios' and fits it. Raises `UsageError`."""
+    chosen, items = list(scenarios), list(given)
+    for item in items:
+        name, _ = _split_option(item)
+        owner, _, own = name.rpartition(".")
+        known = {option for one in chosen if owner in ("", one.name) for option in one.options}
+        if own not in known:
+            raise UsageError(
+                f"--option {name} is no option of the scenarios that run",
+                hint=_suggest(own, known, "`regrepro list` shows the options of each")
+                if known
+                else "`regrepro list` shows the options of each",
+            )
+    for one in chosen:
+        one.option_values(items)
+
+
 # The scenarios of the file that is being loaded, in order; decorating outside of a load adds to nothing.
 _loading: list[Scenario] | None = None
 
@@ -157,7 +217,8 @@ def scenario(*args: Any, **declaration: Any) -> Callable[[Callable[[Stage], None
     `shows`: which part of the write-up, in words. `needs`: what must be there (see `NEEDS`, and
     `kernel>=5.13`). `expects`: verdict by the contract of the run's pin. `controls`: name → `change(…)` or
     `instead(…)`, at least one. `profiles`: which of `default`, `node`, `faults` it belongs to (may be empty).
-    `timeout`: seconds.
+    `timeout`: seconds. `options`: the scenario's own, name → default: true or false, a whole number, a word,
+    or a tuple of words of which the first is the default. `stage.option(NAME)` reads one, `--option` sets it.
     """
     if args:
         file, line = _caller()
@@ -243,6 +304,20 @@ def _declare(body: Callable[[Stage], None], given: Mapping[str, Any]) -> Scenari
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout <= MAX_TIMEOUT:
         raise wrong("timeout", f"timeout={timeout!r} is no time", "write seconds, such as timeout=60")
 
+    options = given.get("options", {})
+    if not isinstance(options, Mapping):
+        raise wrong("options", "options is no mapping", 'write options={"length": 4096}')
+    for option, default in options.items():
+        words = isinstance(default, tuple) and default and all(isinstance(word, str) for word in default)
+        if not isinstance(option, str) or not option.isidentifier():
+            raise wrong("options", f"{option!r} is no name for an option", 'write it like "length"')
+        if not words and not isinstance(default, (bool, int, str)):
+            raise wrong(
+                "options",
+                f"option {option} has the default {default!r}",
+                "give it true or false, a whole number, a word or a tuple of words",
+            )
+
     summary = (inspect.getdoc(body) or "").strip().split("\n")[0]
     if not summary:
         raise wrong(None, "it has no docstring", "say in one line what it does: `regrepro list` shows it")
@@ -258,6 +333,7 @@ def _declare(body: Callable[[Stage], None], given: Mapping[str, Any]) -> Scenari
         profiles=profiles,
         timeout=timeout,
         body=body,
+        options=dict(options),
     )
 
 

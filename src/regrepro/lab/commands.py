@@ -72,12 +72,12 @@ def run_command(  # noqa: PLR0917 - click passes by name
     """Boot a kernel and run scenarios in it, on soft-RoCE; judge what was seen."""
     from regrepro.lab import progress
     from regrepro.lab.run import Interrupted, LabOptions, lab_run
-    from regrepro.scenario import Library
+    from regrepro.scenario import Library, check_options
 
     options = make_run_options(names, values)
     lab_options = LabOptions(kernel, boot, memory, numa, cpus, accel)
     # What is wrong with names and options is said before anything is fetched or made.
-    Library().select(names, options.profile)
+    check_options(Library().select(names, options.profile), options.option)
     lab_options.settings()
     made = out is None
     directory = default_out() if out is None else out

@@ -9,14 +9,14 @@ pass.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
 from regrepro.errors import Unmet, UsageError
 from regrepro.errors import errno_name as name_of
 from regrepro.record import Encoded, RecordWriter, encoded
-from regrepro.scenario import Change
+from regrepro.scenario import Change, Value
 from regrepro.stage import buffers, pins
 from regrepro.stage.backend import PAGE_SIZE, PIN_OWNERS, Backend, HeldPin, PageState, Tracer, join, readable
 from regrepro.stage.buffers import BACKINGS, Buffer, Place
@@ -80,12 +80,14 @@ class Stage:
         change: Change | None = None,
         tracer: Tracer | None = None,
         trace_status: dict[str, Any] | None = None,
+        options: Mapping[str, Value] | None = None,
     ) -> None:
         self.backend = backend
         self.page_size = PAGE_SIZE
         self._writer = writer
         self._labels = {"scenario": scenario, "variant": variant, "control": control}
         self._change = change
+        self._options = dict(options or {})
         self._tracer = tracer
         # What stands in the place of a trace where there is no tracer.
         self._no_trace = trace_status or {"status": "off", "why": "no trace was asked for"}
@@ -100,6 +102,12 @@ class Stage:
         self._known: dict[int, tuple[PageState, tuple[bytes, ...]]] = {}
 
     # What a body calls
+
+    def option(self, name: str) -> Any:
+        """Return the value of one of the scenario's own options: its default, or what `--option` says."""
+        if name not in self._options:
+            raise UsageError(f"the scenario has no option {name!r}", hint="declare it: options={…}")
+        return self._options[name]
 
     def buffer(
         self,
