@@ -200,7 +200,7 @@ def group() -> None:
 @click.argument("files", nargs=-1)
 def list_command(profile: str | None, as_json: bool, files: tuple[str, ...]) -> None:
     """Show the scenarios: the shipped ones, or those of FILES."""
-    from regrepro.scenario import Library
+    from regrepro.scenario import Library, in_words
 
     library = Library()
     scenarios = library.select(files, "default") if files else library.shipped()
@@ -220,7 +220,7 @@ def list_command(profile: str | None, as_json: bool, files: tuple[str, ...]) -> 
     width = max((len(item.name) for item in scenarios), default=0)
     for item in scenarios:
         click.echo(f"{item.name:<{width}}  {item.summary}")
-        expects = ", ".join(f"{verdict} with {contract}" for contract, verdict in item.expects.items())
+        expects = ", ".join(f"{in_words(it)} with {contract}" for contract, it in item.expects.items())
         click.echo(f"{'':<{width}}  expects {expects}; needs {', '.join(item.needs) or 'nothing'}")
         if item.options:
             options = ", ".join(f"{name}={value}" for name, value in item.option_values(()).items())

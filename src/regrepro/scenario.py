@@ -41,7 +41,16 @@ NEEDS = (
 KERNEL_NEED = re.compile(r"kernel(>=|<=|==|>|<)(\d+)\.(\d+)")
 CONTRACTS = ("pin", "get", "longterm", "none")
 EXPECTATIONS = ("reproduced", "not-reproduced", "other-failure", "unmet")
-CHANGES: dict[str, tuple[str, ...]] = {"pin": CONTRACTS, "place": ("ordinary", "unpinnable")}
+EXPECTATION_KEYS = ("verdict", "layer", "basis", "errno")
+Expectation = str | Mapping[str, Any]
+"""What a scenario expects under one contract: a verdict's name; `{"verdict": …, "layer": …, "basis": …,
+"errno": …}`, each a word or a list of those that are right; or one of these for each range of kernels,
+`{"kernel>=6.5": …, "kernel<6.5": …}`, of which the first that fits counts."""
+CHANGES: dict[str, tuple[str, ...]] = {
+    "pin": CONTRACTS,
+    "place": ("ordinary", "unpinnable"),
+    "fault": ("none",),
+}
 MAX_TIMEOUT = 24 * 3600
 
 _KEYWORDS = ("shows", "needs", "expects", "controls", "profiles", "timeout", "options")
@@ -95,7 +104,7 @@ class Scenario:
     line: int
     shows: str
     needs: tuple[str, ...]
-    expects: Mapping[str, str]
+    expects: Mapping[str, Expectation]
     controls: Mapping[str, Control]
     profiles: tuple[str, ...]
     timeout: float
@@ -110,7 +119,7 @@ class Scenario:
         return {
             "shows": self.shows,
             "needs": list(self.needs),
-            "expects": dict(self.expects),
+            "expects": {contract: _plain(expected) for contract, expected in self.expects.items()},
             "controls": {name: str(control) for name, control in self.controls.items()},
             "profiles": list(self.profiles),
             "timeout": self.timeout,
@@ -140,7 +149,10 @@ class Scenario:
 
 
 def change(**variable: str) -> Change:
-    """Make a control that changes exactly one variable: `change(pin="none")`, `change(place="ordinary")`."""
+    """Make a control that changes exactly one variable: `change(pin="none")`, `change(place="ordinary")`.
+
+    `change(fault="none")` leaves out what `stage.faults` plants.
+    """
     file, line = _caller()
     choices = " or ".join(f"change({name}={values[0]!r})" for name, values in CHANGES.items())
     if len(variable) != 1:
@@ -215,8 +227,9 @@ def scenario(*args: Any, **declaration: Any) -> Callable[[Callable[[Stage], None
     """Declare a scenario. Keywords:
 
     `shows`: which part of the write-up, in words. `needs`: what must be there (see `NEEDS`, and
-    `kernel>=5.13`). `expects`: verdict by the contract of the run's pin. `controls`: name → `change(…)` or
-    `instead(…)`, at least one. `profiles`: which of `default`, `node`, `faults` it belongs to (may be empty).
+    `kernel>=5.13`). `expects`: by the contract of the run's pin, see `Expectation`. `controls`: name →
+    `change(…)` or `instead(…)`, at least one. `profiles`: which of `default`, `node`, `faults` it belongs to
+    (may be empty).
     `timeout`: seconds. `options`: the scenario's own, name → default: true or false, a whole number, a word,
     or a tuple of words of which the first is the default. `stage.option(NAME)` reads one, `--option` sets it.
     """
@@ -275,11 +288,10 @@ def _declare(body: Callable[[Stage], None], given: Mapping[str, Any]) -> Scenari
             "expects is missing",
             'write the verdict for each contract of the pin: expects={"pin": "reproduced"}',
         )
-    for contract, verdict in expects.items():
+    for contract, expected in expects.items():
         if contract not in CONTRACTS:
             raise wrong("expects", f"unknown contract {contract!r}", _suggest(contract, CONTRACTS))
-        if verdict not in EXPECTATIONS:
-            raise wrong("expects", f"unknown verdict {verdict!r}", _suggest(verdict, EXPECTATIONS))
+        _check_expectation(expected, wrong)
 
     controls = given.get("controls")
     write_control = 'write controls={"no-pin": change(pin="none")} or another that must give the opposite'
@@ -335,6 +347,58 @@ def _declare(body: Callable[[Stage], None], given: Mapping[str, Any]) -> Scenari
         body=body,
         options=dict(options),
     )
+
+
+def _check_expectation(
+    expected: Any, wrong: Callable[[str, str, str], ScenarioFileError], *, by_kernel: bool = True
+) -> None:
+    """Check what a scenario expects under one contract (see `Expectation`)."""
+
+    def check_verdict(verdict: Any) -> None:
+        if verdict not in EXPECTATIONS:
+            raise wrong("expects", f"unknown verdict {verdict!r}", _suggest(verdict, EXPECTATIONS))
+
+    if not isinstance(expected, Mapping):
+        check_verdict(expected)
+        return
+    kernels = [key for key in expected if isinstance(key, str) and KERNEL_NEED.fullmatch(key)]
+    if kernels and by_kernel:
+        if len(kernels) != len(expected):
+            what = "expects mixes ranges of kernels with other keys"
+            raise wrong("expects", what, 'write {"kernel>=6.5": …, "kernel<6.5": …}')
+        for inner in expected.values():
+            _check_expectation(inner, wrong, by_kernel=False)
+        return
+    for key, value in expected.items():
+        if key not in EXPECTATION_KEYS:
+            known = (*EXPECTATION_KEYS, "kernel>=6.5") if by_kernel else EXPECTATION_KEYS
+            raise wrong("expects", f"it cannot expect {key!r}", _suggest(key, known))
+        words = value if isinstance(value, list) else [value]
+        if not words or not all(isinstance(word, str) for word in words):
+            raise wrong("expects", f"{key}={value!r} is no word", f'write "{key}": "…" or a list of words')
+        if key == "verdict":
+            for word in words:
+                check_verdict(word)
+    if "verdict" not in expected:
+        raise wrong("expects", "it expects no verdict", 'write {"verdict": "other-failure", "layer": "mkey"}')
+
+
+def _plain(expected: Expectation) -> Expectation:
+    """Return an expectation as plain dicts and lists, for the record."""
+    if isinstance(expected, Mapping):
+        return {key: _plain(value) for key, value in expected.items()}
+    return expected
+
+
+def in_words(expected: Expectation) -> str:
+    """Return an expectation as a person reads it: `other-failure (mkey, EINVAL)`."""
+    if isinstance(expected, str):
+        return expected
+    if any(KERNEL_NEED.fullmatch(key) for key in expected):
+        return " or ".join(f"{in_words(value)} ({key})" for key, value in expected.items())
+    said = {key: "/".join(value) if isinstance(value, list) else value for key, value in expected.items()}
+    verdict = said.pop("verdict", "")
+    return f"{verdict} ({', '.join(said.values())})" if said else verdict
 
 
 def _check_signature(body: Callable[..., Any], wrong: Callable[..., ScenarioFileError]) -> None:

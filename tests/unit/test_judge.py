@@ -586,6 +586,31 @@ def test_as_declared(declared: Any, right: bool | None) -> None:
     assert judged(record)["as_declared"] is right
 
 
+@pytest.mark.parametrize(
+    ("kernel", "expected"),
+    [
+        ("6.12.118+deb13-amd64", "reproduced"),
+        ("5.13.0", "reproduced"),
+        ("5.10.0-46-amd64", {"verdict": "not-reproduced", "basis": "kernel"}),
+        ("4.19.0", "not-reproduced"),
+        ("no version", None),
+    ],
+)
+def test_a_declaration_may_depend_on_the_kernel(kernel: str, expected: Any) -> None:
+    record = build.reproduced_record()
+    record.header["node"]["kernel"] = kernel
+    find(record, "scenario-begin")["declared"]["expects"] = {
+        "pin": {
+            "kernel>=5.13": "reproduced",
+            "kernel==5.10": {"verdict": "not-reproduced", "basis": "kernel"},
+            "kernel<5.10": "not-reproduced",
+        }
+    }
+    verdict = judged(record)
+    assert verdict["declared"] == expected
+    assert verdict["as_declared"] is (None if expected is None else expected == "reproduced")
+
+
 def test_undecided_is_never_as_declared_unless_it_was() -> None:
     record = build.reproduced_record()
     register(record)["trace"] = None

@@ -13,6 +13,7 @@ from regrepro.scenario import (
     CONTRACTS,
     Library,
     ScenarioFileError,
+    in_words,
     load_file,
     shipped_files,
 )
@@ -224,6 +225,42 @@ def test_a_control_that_names_no_scenario(tmp_path: Path) -> None:
     file.write_text(text.replace('change(pin="none")', 'instead("mine")'))
     with pytest.raises(ScenarioFileError, match="is the scenario itself"):
         Library().select([str(file)], "default")
+
+
+# What is expected
+
+
+def test_what_is_expected_may_depend_on_the_kernel(tmp_path: Path) -> None:
+    expects = """{
+        "pin": {"kernel>=6.5": {"verdict": "other-failure", "layer": ["mkey", "device"]},
+                "kernel<6.5": "not-reproduced"},
+        "longterm": {"verdict": "other-failure", "layer": "unknown", "errno": "ENOMEM"},
+    }"""
+    text = GOOD.replace('{"pin": "reproduced", "longterm": "not-reproduced"}', expects)
+    [item] = load(tmp_path, text)  # type: ignore[misc]
+    assert item.declared()["expects"]["pin"]["kernel<6.5"] == "not-reproduced"
+    assert in_words(item.expects["pin"]) == (
+        "other-failure (mkey/device) (kernel>=6.5) or not-reproduced (kernel<6.5)"
+    )
+    assert in_words(item.expects["longterm"]) == "other-failure (unknown, ENOMEM)"
+
+
+@pytest.mark.parametrize(
+    ("expected", "says"),
+    [
+        ('{"kernel>=6.5": "reproduced", "verdict": "unmet"}', "mixes ranges of kernels with other keys"),
+        ('{"kernel>=6.5": {"kernel<7.0": "unmet"}}', "it cannot expect 'kernel<7.0'"),
+        ('{"kernel>=6.5": "broken"}', "unknown verdict 'broken'"),
+        ('{"layer": "mkey"}', "it expects no verdict"),
+        ('{"verdict": "unmet", "layr": "mkey"}', "did you mean 'layer'?"),
+        ('{"verdict": "unmet", "layer": 7}', "layer=7 is no word"),
+        ('{"verdict": ["unmet", "bad"]}', "unknown verdict 'bad'"),
+        ("7", "unknown verdict 7"),
+    ],
+)
+def test_what_cannot_be_expected_is_said(tmp_path: Path, expected: str, says: str) -> None:
+    text = GOOD.replace('{"pin": "reproduced", "longterm": "not-reproduced"}', f'{{"pin": {expected}}}')
+    assert says in str(mistake(tmp_path, text))
 
 
 # The shipped ones

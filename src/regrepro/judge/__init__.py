@@ -4,7 +4,8 @@ It imports nothing but the standard library and `regrepro.errors`, so that anyon
 alone.
 """
 
+from regrepro.judge.declared import as_declared
 from regrepro.judge.layers import LAYERS
-from regrepro.judge.verdict import SCHEMA, as_declared, exit_code, judge_record
+from regrepro.judge.verdict import SCHEMA, exit_code, judge_record
 
 __all__ = ["LAYERS", "SCHEMA", "as_declared", "exit_code", "judge_record"]

@@ -8,6 +8,7 @@ from typing import Any
 
 from regrepro.errors import EXIT_DECIDED, EXIT_OTHER_FAILURE, EXIT_REPRODUCED, EXIT_UNDECIDED
 from regrepro.judge import rules
+from regrepro.judge.declared import as_declared, declared
 from regrepro.judge.facts import Facts, Pass, Pin, RecordLike, Registration, collect
 from regrepro.judge.layers import Layer, blocked_in_device, classify, classify_pin, memory_cgroup
 from regrepro.judge.rules import CONTRADICTED, Case, Check, Contract, pin_contract
@@ -17,7 +18,6 @@ SCHEMA = "regrepro.verdicts/1"
 RECORD_SCHEMA = "regrepro.record/1"
 REPRODUCED, NOT_REPRODUCED, OTHER_FAILURE = "reproduced", "not-reproduced", "other-failure"
 UNMET, ERROR = "unmet", "error"
-DECIDED = (REPRODUCED, NOT_REPRODUCED, OTHER_FAILURE)
 
 
 @dataclass
@@ -468,10 +468,8 @@ def _controls(
     expect_failure: bool = False,
 ) -> list[dict[str, Any]]:
     """Judge every control that was declared or run. It must give the opposite of the main registration."""
-    declared = main.declared.get("controls")
-    changes = (
-        {str(name): str(change) for name, change in declared.items()} if isinstance(declared, Mapping) else {}
-    )
+    given = main.declared.get("controls")
+    changes = {str(name): str(change) for name, change in given.items()} if isinstance(given, Mapping) else {}
     names = list(dict.fromkeys([*changes, *(str(name) for name in others)]))
     case = None
     if registration is not None and registration.buffer in main.buffers:
@@ -617,7 +615,7 @@ def _written(
         "layer": verdict.layer.name if verdict.layer else None,
         "reason": verdict.reason,
         "contract": main.contract or None,
-        "declared": _declared(main),
+        "declared": declared(main.declared.get("expects"), main.contract, facts.kernel),
         "as_declared": None,
         "evidence": gather(facts, main, registration, verdict.layer),
         "controls": controls,
@@ -640,29 +638,3 @@ def _pin_owner(run: Pass, registration: Registration | None) -> str:
     if registration is not None:
         pins = run.held(registration.seq, registration.buffer) or pins
     return pins[0].owner if pins else "none"
-
-
-def _declared(run: Pass) -> Any:
-    expects = run.declared.get("expects")
-    return expects.get(run.contract) if isinstance(expects, Mapping) else None
-
-
-def as_declared(item: Mapping[str, Any]) -> bool | None:
-    """Whether a verdict is what the scenario file declares under this contract; None where undecided.
-
-    A declaration is a verdict's name, or a mapping of `verdict`, `layer`, `basis`, `errno` to a value or to
-    a list of those that are right.
-    """
-    declared = item.get("declared")
-    if isinstance(declared, str):
-        declared = {"verdict": declared}
-    if not isinstance(declared, Mapping) or not declared:
-        return None
-    wanted = {key: value if isinstance(value, list) else [value] for key, value in declared.items()}
-    if item.get("verdict") not in DECIDED and item.get("verdict") not in wanted.get("verdict", []):
-        return None
-    return all(
-        item.get(key) in values
-        for key, values in wanted.items()
-        if key in ("verdict", "layer", "basis", "errno")
-    )
