@@ -447,6 +447,7 @@ def _reclaim_cgroup(data: dict[str, Any]) -> str | None:
     if Path("/sys/fs/cgroup") not in path.parents or ".." in path.parts:
         raise ReclaimFailed(f"{path} is not a control group")
     if not path.is_dir():
+        _disable_memory_control(data)
         return None
     if str(os.getpid()) in (path / "cgroup.procs").read_text().split():
         raise ReclaimFailed(f"{path.name} holds this process itself")
@@ -461,11 +462,20 @@ def _reclaim_cgroup(data: dict[str, Any]) -> str | None:
     while True:
         try:
             path.rmdir()
+            _disable_memory_control(data)
             return f"removed the control group {path.name} of a run that was killed"
         except OSError as error:
             if error.errno != errno.EBUSY or time.monotonic() > deadline:
                 raise
             time.sleep(0.05)
+
+
+def _disable_memory_control(data: dict[str, Any]) -> None:
+    """Turn off the memory controller that the run had turned on; others that use it by now keep it."""
+    switch = data.get("enabled")
+    if switch and Path(switch).name == "cgroup.subtree_control":
+        with suppress(OSError):
+            Path(switch).write_text("-memory")
 
 
 def _reclaim_process(data: dict[str, Any]) -> str | None:
