@@ -13,6 +13,7 @@ import ctypes
 import faulthandler
 import mmap
 import os
+import re
 import resource
 import select
 import signal
@@ -357,6 +358,8 @@ class _Run:
                 self._progress.scenario_ended(name, one.control, "could not be recorded", 0.0)
                 raise
             self._progress.scenario_ended(name, one.control, outcome, seconds)
+            if outcome == "blocked" and self._environment.in_lab:
+                return  # what the kernel holds while it waits, the next pass may need: the guest must end
             if one.control is None and outcome == "unmet":
                 without_controls.add(name)  # what the scenario lacks, its controls lack as well
 
@@ -432,8 +435,10 @@ class _Run:
             return {"outcome": "timeout", "where": end.where}
         if end.signal is not None:
             name = _signal_name(end.signal)
-            why = "the run was interrupted" if end.interrupted else None
-            return {"outcome": "killed", "signal": name} | ({"why": why} if why else {})
+            more: dict[str, Any] = {"why": "the run was interrupted"} if end.interrupted else {}
+            if end.memory_events:
+                more["memory_events"] = end.memory_events
+            return {"outcome": "killed", "signal": name} | more
         if reached == _FINISHED:
             return {"outcome": "finished"}
         if reached == _UNMET:
@@ -473,6 +478,7 @@ class _Run:
                     end.blocked = True
                     end.where = _where(pid)
                     return end
+        end.memory_events = memory_events(pid)
         _, status = os.waitpid(pid, 0)
         _await_group(pid)
         code = os.waitstatus_to_exitcode(status)
@@ -583,6 +589,7 @@ class _End:
     interrupted: bool = False
     blocked: bool = False
     where: str | None = None
+    memory_events: dict[str, int] | None = None
 
 
 class _Watched:
@@ -651,6 +658,22 @@ def _where(pid: int) -> str | None:
             text = Path(f"/proc/{pid}/{name}").read_text().strip()
             if text and text != "0":
                 return text[:2000]
+    return None
+
+
+def memory_events(pid: int) -> dict[str, int] | None:
+    """Return `memory.events` of the memory cgroup (v2) that an ended process, not yet reaped, was in.
+
+    None where it is the one that this process is in itself: its counts may be anyone's, of any time.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        own, its = (
+            re.search(r"^0::(.*)", Path(f"/proc/{one}/cgroup").read_text(), re.M) for one in ("self", pid)
+        )
+        root = re.search(r"^\S+ (\S+) cgroup2 ", Path("/proc/self/mounts").read_text(), re.M)
+        if root and own and its and own[1] != its[1]:
+            lines = Path(root[1] + its[1], "memory.events").read_text().splitlines()
+            return {name: int(count) for name, count in (line.split() for line in lines)}
     return None
 
 

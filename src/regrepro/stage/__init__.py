@@ -11,17 +11,30 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from regrepro.errors import Unmet, UsageError
 from regrepro.errors import errno_name as name_of
 from regrepro.record import Encoded, RecordWriter, encoded
 from regrepro.scenario import Change, Value
 from regrepro.stage import buffers, pins
-from regrepro.stage.backend import PAGE_SIZE, PIN_OWNERS, Backend, HeldPin, PageState, Tracer, join, readable
+from regrepro.stage.backend import (
+    PAGE_SIZE,
+    PIN_OWNERS,
+    Backend,
+    HeldPin,
+    PageState,
+    Range,
+    Tracer,
+    join,
+    readable,
+)
 from regrepro.stage.buffers import BACKINGS, Buffer, Place
 from regrepro.stage.pins import Pin
 from regrepro.stage.registrations import Registration
+
+if TYPE_CHECKING:
+    from regrepro.stage.faults import Faults
 
 __all__ = ["Buffer", "Pin", "Registration", "Stage"]
 
@@ -103,6 +116,14 @@ class Stage:
 
     # What a body calls
 
+    @property
+    def faults(self) -> Faults:
+        """The faults that can be planted; in the control `change(fault="none")` none is."""
+        from regrepro.stage.faults import Faults
+
+        change = self._change
+        return Faults(self, planted=change is None or change.variable != "fault")
+
     def option(self, name: str) -> Any:
         """Return the value of one of the scenario's own options: its default, or what `--option` says."""
         if name not in self._options:
@@ -142,6 +163,17 @@ class Stage:
                 f"{size} bytes of {backing} memory: {errno_name(error)}, {error.strerror or error}",
                 "free memory on this machine, or see what this backing needs",
             ) from None
+        return self._adopt(number, memory, backing, asked, placed, facts)
+
+    def adopt(
+        self, memory: Range, backing: str, *, place: Place = "any", placed: str = "as-allocated"
+    ) -> Buffer:
+        """Make a buffer of memory that was mapped elsewhere, as it is. The stage unmaps it."""
+        return self._adopt(self._next("buffer"), memory, backing, place, placed, {})
+
+    def _adopt(  # noqa: PLR0917
+        self, number: int, memory: Range, backing: str, asked: Place, placed: str, facts: dict[str, Any]
+    ) -> Buffer:
         made = Buffer(self, number, memory, backing, placed)
         self._buffers.append(made)
         state = self._look(made, counts=True)
