@@ -111,6 +111,8 @@ def run_options(command: _Command) -> _Command:
                      help="How pages are put into unpinnable memory."),
         click.option("--pressure-limit", type=Size(), metavar="SIZE",
                      help="With --place pressure: how much memory may be held meanwhile."),
+        click.option("--pressure-beside-gpu-jobs", is_flag=True,
+                     help="With --place pressure: go on though other processes use the GPUs."),
         click.option("--timeout", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS",
                      help="Time limit of each pass, in the place of the scenario's own."),
         click.option("--option", multiple=True, metavar="NAME=VALUE",

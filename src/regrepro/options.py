@@ -36,6 +36,7 @@ class RunOptions:
     trace: str = "auto"
     place: str = "gather"
     pressure_limit: int | None = None
+    pressure_beside_gpu_jobs: bool = False
     expect: str | None = None
     timeout: float | None = None
     option: tuple[str, ...] = ()
@@ -51,6 +52,12 @@ class RunOptions:
             if value not in choices:
                 known = ", ".join(str(choice) for choice in choices if choice)
                 raise UsageError(f"--{name} {value} is not known", hint=f"one of {known}")
+        if self.place == "pressure" and self.pressure_limit is None:
+            raise UsageError(
+                "--place pressure needs a limit",
+                why="it holds most of a node's ordinary memory",
+                hint="add --pressure-limit SIZE, such as 64G; one that is too small says how much it takes",
+            )
         if self.timeout is not None and not self.timeout > 0:
             raise UsageError(f"--timeout {self.timeout} is no time", hint="seconds, more than 0")
 

@@ -27,7 +27,7 @@ from types import FrameType
 from typing import Any
 
 from regrepro.errors import EnvironmentProblem, RegreproError, Unmet
-from regrepro.options import RunOptions
+from regrepro.options import RunOptions, format_size
 from regrepro.progress import Progress, Silent
 from regrepro.record import FILE_NAME, RecordProblem, RecordWriter
 from regrepro.scenario import Change, Instead, Library, Scenario, check_options
@@ -252,6 +252,7 @@ class _Run:
         self._trace_status: dict[str, Any] = {"status": "off", "why": "--trace off"}
         self._unmet: Unmet | None = None  # of the run: no pass can do without
         self._memory_map: MemoryMap | None = None
+        self._pressing: mmap.mmap | None = None
 
     def run(self, planned: list[Pass], lab: dict[str, Any] | None) -> None:
         environment, options = self._environment, self._options
@@ -292,6 +293,9 @@ class _Run:
             if item["ok"] is False:
                 self._progress.say(f"the boot reservation {item['argument']} failed")
         self._map()
+        if self._options.place == "pressure":
+            # A pass that is killed leaves the control group of its pressure.
+            cleanup.callback(environment.reclaim)
         if self._options.place == "online-movable":
             self._online(journal, cleanup)
             self._map()  # the block lies in ZONE_MOVABLE now
@@ -344,6 +348,7 @@ class _Run:
 
     def _passes(self, planned: list[Pass]) -> None:
         backend = self._environment.backend(self._options, self._memory_map)
+        self._pressing = getattr(backend, "pressing", None)
         without_controls: set[str] = set()
         for number, one in enumerate(planned, start=1):
             if self._signals.received is not None:
@@ -463,6 +468,7 @@ class _Run:
                 if self._signals.received is not None:
                     end.interrupted = True
                     break
+                self._tell_pressure()
                 if time.monotonic() >= deadline:
                     end.timed_out = True
                     end.where = _where(pid)
@@ -486,6 +492,14 @@ class _Run:
         if code < 0:
             end.signal = -code
         return end
+
+    def _tell_pressure(self) -> None:
+        """Say how much memory the pass has held so far, if it holds any on purpose."""
+        if self._pressing is None:
+            return
+        held, goal = (int.from_bytes(self._pressing[at : at + 8], "little") for at in (0, 8))
+        if goal:
+            self._progress.say(f"holding ordinary memory: {format_size(held)} of about {format_size(goal)}")
 
     def _child(
         self,
@@ -559,6 +573,8 @@ class _Run:
         try:
             if self._unmet is not None:
                 raise self._unmet
+            if self._options.place == "pressure":
+                backend.start_pressure()
             needs.check(one.body.needs, backend)
             one.body(stage)
         except Unmet as unmet:

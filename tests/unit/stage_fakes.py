@@ -163,6 +163,9 @@ class FakeBackend:
         self._registrar = FakeRegistrar(self)
         self._next = _BASE
         self.snapshots = 0
+        self.node: int | None = None
+        self.cap: int | None = None
+        self.pressed: list[tuple[int, int | None]] = []
 
     def fault(self, address: int) -> None:
         if address not in self.pages:
@@ -243,6 +246,22 @@ class FakeBackend:
 
     def node_cpus(self, node: int) -> set[int]:
         return set()
+
+    def allocate_on_node(self, node: int | None) -> None:
+        if node is not None and node > 1:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        self.node = node
+
+    def cma_cap(self) -> int | None:
+        return self.cap
+
+    def start_pressure(self) -> None: ...
+
+    def press(self, wanted: int, node: int | None) -> None:
+        self.pressed.append((wanted, node))
+
+    def release_pressure(self) -> None:
+        self.pressed.append((0, None))
 
     def close(self) -> None: ...
 

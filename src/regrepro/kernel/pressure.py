@@ -613,12 +613,10 @@ class _Holder:
         return held
 
     def _press(self, node: int, wanted: int, seconds: float) -> dict[str, Any]:
-        from regrepro._core import lib
+        from regrepro.core.placement import allocate_on_node
 
         if node != self._node:
-            status = lib.rr_allocate_on_node(node)
-            if status and node:
-                raise _Refused(f"memory of node {node} alone cannot be had: {os.strerror(-status)}", "")
+            allocate_on_node(node)
             self._node = node
         self._stalls = Stalls()
         self._deadline = time.monotonic() + seconds
@@ -737,8 +735,8 @@ class _Holder:
         """
         import numpy
 
-        from regrepro._core import ffi, lib
         from regrepro.core.memory import Range
+        from regrepro.core.placement import drop_pages
         from regrepro.kernel.memorymap import ORDINARY
 
         while True:
@@ -761,11 +759,7 @@ class _Holder:
             self._ranges.append(memory)
             memory.populate(threads=self._threads)
             marks = (self._places(memory) != ORDINARY).astype(numpy.uint8)
-            dropped = ffi.new("size_t *")
-            status = lib.rr_drop_pages(memory.address, pages, ffi.from_buffer("uint8_t[]", marks), dropped)
-            if status:
-                raise OSError(-status, os.strerror(-status))
-            kept = pages - int(dropped[0])
+            kept = pages - drop_pages(memory.address, marks)
             self._held += kept * PAGE_SIZE
             self._tell()
             if kept * 16 < pages and lacking > _MARGIN // PAGE_SIZE // 4:

@@ -137,12 +137,14 @@ class Stage:
         length: int | None = None,
         place: Place = "any",
         backing: str = "anonymous",
+        node: int | None = None,
     ) -> Buffer:
         """Make a buffer of `pages` pages or `length` bytes (rounded up to pages), populated and filled.
 
-        `place`: `unpinnable`, `ordinary`, `any`, or `{"unpinnable": [3]}` (page 3, the others ordinary).
-        `backing`: anonymous, thp, memfd, shm, hugetlb or file. On a node that provably has no unpinnable
-        memory the pages are ordinary ones. Raises `Unmet` where the pages cannot be placed.
+        `place`: `unpinnable` (or `cma`, `movable-zone`: of that kind only), `ordinary`, `any`, or a pattern:
+        `{"unpinnable": [3]}` (page 3, the others ordinary), `{"cma": 5}` (the first five). `backing`:
+        anonymous, thp, memfd, shm, hugetlb or file. `node`: on this NUMA node. On a node that provably has no
+        unpinnable memory the pages are ordinary ones. Raises `Unmet` where the pages cannot be placed.
         """
         if (pages is None) == (length is None):
             raise UsageError("buffer() needs either pages or length", hint="write stage.buffer(pages=8)")
@@ -156,7 +158,7 @@ class Stage:
             asked = self._change.value
         number = self._next("buffer")
         try:
-            memory, placed, facts = buffers.make(self.backend, size, asked, backing, fill=number)
+            memory, placed, facts = buffers.make(self.backend, size, asked, backing, number, node)
         except OSError as error:
             raise Unmet(
                 "memory",
@@ -185,7 +187,7 @@ class Stage:
             page_size=PAGE_SIZE,
             backing=backing,
             owner="host",
-            place=asked if isinstance(asked, str) else {key: list(value) for key, value in asked.items()},
+            place=buffers.place_as_record(asked, made.pages),
             placed=placed,
             vma=memory.vma(),
             stand_in=None,

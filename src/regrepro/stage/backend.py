@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import re
 import resource
@@ -122,6 +123,11 @@ class Backend(Protocol):
     def available_memory(self) -> int: ...
     def zones(self) -> list[Zone]: ...
     def node_cpus(self, node: int) -> set[int]: ...
+    def allocate_on_node(self, node: int | None) -> None: ...
+    def cma_cap(self) -> int | None: ...
+    def start_pressure(self) -> None: ...
+    def press(self, wanted: int, node: int | None) -> Any: ...
+    def release_pressure(self) -> None: ...
     def close(self) -> None: ...
 
 
@@ -181,6 +187,10 @@ class System:
         self._cuda: Any = None
         self._no_cuda = ""
         self._vmstat = -1
+        self._pressure: Any = None
+        self._cma_at_start: int | None = None
+        # What the holder of `--place pressure` holds and wants to hold, for the runner to see: bytes.
+        self.pressing = mmap.mmap(-1, mmap.PAGESIZE) if options.place == "pressure" else None
 
     def allocate(self, length: int, backing: str) -> Range:
         """Map memory of the given backing; nothing is touched. Raises OSError, `Unmet`."""
@@ -343,8 +353,63 @@ class System:
         except (OSError, ValueError):
             return set()
 
+    def allocate_on_node(self, node: int | None) -> None:
+        """Have this process allocate on one NUMA node from now on; None: wherever it runs. Raises OSError."""
+        from regrepro.core.placement import allocate_on_node
+
+        allocate_on_node(node)
+
+    def cma_cap(self) -> int | None:
+        """Return how many more bytes of CMA this pass may take: half of what was free at first stays free.
+        None where the kernel has no CMA.
+        """
+        free = sum(zone.free_cma for zone in self.zones()) * PAGE_SIZE
+        if self._cma_at_start is None:
+            self._cma_at_start = free
+        return max(0, free - self._cma_at_start // 2) if self._cma_at_start else None
+
+    def start_pressure(self) -> None:
+        """Start the process that `--place pressure` holds memory in, before this one pins anything.
+
+        Raises `Unmet`.
+        """
+        from regrepro.kernel.pressure import Pressure
+
+        pressing = self.pressing
+
+        def report(held: int, goal: int) -> None:
+            if pressing is not None:
+                pressing[:16] = held.to_bytes(8, "little") + goal.to_bytes(8, "little")
+
+        self._pressure = Pressure(
+            limit=self.options.pressure_limit or self.available_memory() // 2,
+            memory_map=cast("Any", self.memory_map),
+            beside_gpu_jobs=self.options.pressure_beside_gpu_jobs,
+            report=report,
+        )
+        self._pressure.start()
+
+    def press(self, wanted: int, node: int | None) -> Any:
+        """Hold ordinary memory until the next `wanted` bytes come out of unpinnable memory. Raises `Unmet`.
+
+        `release_pressure` ends it.
+        """
+        if self._pressure is None:
+            self.start_pressure()
+        return self._pressure.press(wanted, node=node)
+
+    def release_pressure(self) -> None:
+        """Give back what `press` holds."""
+        if self._pressure is not None:
+            self._pressure.release()
+        if self.pressing is not None:
+            self.pressing[:16] = bytes(16)
+
     def close(self) -> None:
         """Close what this process opened."""
+        if self._pressure is not None:
+            self._pressure.close()
+            self._pressure = None
         if self._vmstat >= 0:
             os.close(self._vmstat)
             self._vmstat = -1

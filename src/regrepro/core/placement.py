@@ -1,0 +1,42 @@
+"""Where this process allocates, and the giving back of single pages (`csrc/pressure.c`)."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from regrepro._core import ffi, lib
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+
+def allocate_on_node(node: int | None) -> None:
+    """Have this thread, and those that it starts, allocate on one NUMA node from now on (MPOL_BIND).
+
+    None ends it. Raises OSError: EINVAL for a node without memory. A kernel without CONFIG_NUMA has node 0
+    alone, and that is no error.
+    """
+    status = lib.rr_allocate_on_node(-1 if node is None else node)
+    if status and node:
+        raise OSError(-status, f"memory of NUMA node {node} alone: {os.strerror(-status)}")
+
+
+def map_on_node(address: int, length: int, node: int) -> None:
+    """Have a mapping allocate on one NUMA node, whoever touches it (mbind). Raises OSError."""
+    status = lib.rr_map_on_node(address, length, node)
+    if status and node:
+        raise OSError(-status, f"memory of NUMA node {node} alone: {os.strerror(-status)}")
+
+
+def drop_pages(address: int, marks: npt.NDArray[np.uint8]) -> int:
+    """Give back the pages from `address` on whose mark is not 0; the range stays mapped. Returns how many.
+
+    Raises OSError.
+    """
+    dropped = ffi.new("size_t *")
+    status = lib.rr_drop_pages(address, len(marks), ffi.from_buffer("uint8_t[]", marks), dropped)
+    if status:
+        raise OSError(-status, f"giving pages back: {os.strerror(-status)}")
+    return int(dropped[0])
