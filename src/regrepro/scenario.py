@@ -33,6 +33,7 @@ NEEDS = (
     "rdma",
     "cuda",
     "dmabuf",
+    "peer-memory",
     "page-state",
     "userfaultfd",
     "io-uring",

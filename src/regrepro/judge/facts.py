@@ -61,6 +61,7 @@ class Pin:
     trace: Trace
     stand_in: str | None
     release: Release | None = None
+    cuda_error: str | None = None
 
 
 @dataclass
@@ -124,6 +125,11 @@ class Buffer:
     def asks_unpinnable(self) -> bool:
         """Whether the scenario asked for unpinnable pages."""
         return self.place == "unpinnable" or (isinstance(self.place, Mapping) and "unpinnable" in self.place)
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether it is memory of the GPU, which has no page of the host."""
+        return self.owner == "cuda" and self.backing in ("cuda-device", "cuda-vmm")
 
     def pages(self, address: int, length: int) -> Spans:
         """The page indexes that a range of addresses touches, cut to the buffer."""
@@ -276,6 +282,10 @@ KNOWN = frozenset(
         "buffer",
         "pin",
         "register",
+        "register-many",
+        "registered",
+        "deregistered",
+        "deregister-many",
         "release",
         "deregister",
         "free",
@@ -467,6 +477,7 @@ def _pin(current: Pass, facts: Facts, seq: int, event: Mapping[str, Any]) -> Non
         after,
         read_trace(event.get("trace"), f"pin (seq {seq})", current.problems),
         _text_or_none(event.get("stand_in")),
+        cuda_error=_text_or_none(event.get("cuda_error")),
     )
 
 

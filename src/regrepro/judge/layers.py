@@ -326,8 +326,7 @@ def peer_memory(call: Call) -> Layer | None:
     failed = call.trace.failed(fn.PEER)
     if failed is not None:
         return Layer("peer-memory", f"the peer-memory driver returned {failed}", "observed", "nvidia-peermem")
-    on_gpu = call.buffer is not None and call.buffer.owner == "cuda" and "device" in call.buffer.backing
-    if on_gpu and call.registration.errno in ("EFAULT", "EINVAL"):
+    if call.buffer is not None and call.buffer.on_gpu and call.registration.errno in ("EFAULT", "EINVAL"):
         why = "the address is the GPU's, and no peer-memory driver took it"
         return Layer("peer-memory", why, "inferred", "ib_umem_get, drivers/infiniband/core/umem.c")
     return None
@@ -504,9 +503,8 @@ def classify_pin(facts: Facts, run: Pass, pin: Pin) -> Layer:
     be.
     """
     if pin.owner == "cuda" or pin.owner.startswith("standin:"):
-        return Layer(
-            "cuda-pin", f"the pin of {pin.owner} itself failed with {pin.errno}", "observed", pin.api
-        )
+        said = f"{pin.cuda_error} ({pin.errno})" if pin.cuda_error else pin.errno
+        return Layer("cuda-pin", f"the pin of {pin.owner} itself failed with {said}", "observed", pin.api)
     buffer = run.buffers.get(pin.buffer)
     address = length = None
     if buffer is not None and pin.spans:

@@ -490,6 +490,27 @@ class Contract:
     spans: Spans = field(default_factory=Spans)
 
 
+def _contract_by_trace(pin: Pin, after: PageState) -> Contract:
+    """The same of a pin whose call made the memory, too (cudaHostAlloc): nobody saw the pages before it.
+
+    Pages that lie in unpinnable memory under the pin show that it asked for no FOLL_LONGTERM. Else the trace
+    of the call decides: `migrate_pages` moves pages for a pin (MR_LONGTERM_PIN) only where that asked for it.
+    """
+    if after.unpinnable & pin.spans:
+        return Contract("plain", "its pages lie in unpinnable memory", after.unpinnable & pin.spans)
+    moved = sum(step.succeeded or 0 for step in pin.trace.migrations)
+    if not pin.trace.complete:
+        return Contract("unknown", "the call made the memory and pinned it, and no trace of it is complete")
+    if any(not call["longterm"] for call in pin.trace.gup_calls if call["ret"] > 0):
+        return Contract("plain", "the kernel saw it ask for no FOLL_LONGTERM")
+    if not moved:
+        return Contract("unknown", "none of its pages was unpinnable")
+    if pin.spans - after.placed("ordinary"):
+        return Contract("unknown", "its pages are not provably out of unpinnable memory")
+    why = f"the kernel moved {moved} of its pages out of unpinnable memory for this very pin"
+    return Contract("longterm", why, pin.spans)
+
+
 def pin_contract(buffer: Buffer, pin: Pin) -> Contract:
     """Whether a pin asked for FOLL_LONGTERM, by movement alone.
 
@@ -500,8 +521,10 @@ def pin_contract(buffer: Buffer, pin: Pin) -> Contract:
     and compaction move pages, too.
     """
     before, after = pin.before, pin.after
-    if before is None or after is None:
+    if after is None:
         return Contract("unknown", "the pages around the pin were not read")
+    if before is None:
+        return _contract_by_trace(pin, after)
     was = before.unpinnable & pin.spans
     if not was:
         return Contract("unknown", "none of its pages was unpinnable")

@@ -114,8 +114,10 @@ def _judge_scenario(facts: Facts, scenario: str, variant: str) -> dict[str, Any]
 
 
 def under_test(run: Pass) -> Registration | None:
-    """The registration that decides: the first that failed before a pin was released, else the first of
-    all.
+    """The registration that decides: the first that failed before a pin was released.
+
+    If none failed, the first on a buffer that was asked to be unpinnable, else on one that was pinned before,
+    else the first of all.
     """
     released = [pin.release.seq for pin in run.pins.values() if pin.release is not None]
     first_release = min(released, default=None)
@@ -124,8 +126,20 @@ def under_test(run: Pass) -> Registration | None:
         if not item.succeeded:
             return item
     if candidates:
-        return candidates[0]
+        return min(candidates, key=lambda item: (_aside(run, item), item.seq))
     return run.registrations[0] if run.registrations else None
+
+
+def _aside(run: Pass, registration: Registration) -> int:
+    """How far a registration is from what matters: 0 unpinnable was asked for, 1 pinned, 2 neither."""
+    buffer = run.buffers.get(registration.buffer)
+    if buffer is not None and buffer.asks_unpinnable:
+        return 0
+    pinned = any(
+        pin.buffer == registration.buffer and pin.seq < registration.seq and pin.errno is None
+        for pin in run.pins.values()
+    )
+    return 1 if pinned else 2
 
 
 def _decide(
@@ -329,6 +343,14 @@ def _pin_checks(case: Case) -> list[Check]:
 def _basis(case: Case, checks: list[Check]) -> Verdict:
     """What a registration that succeeded rests on, or what is not proven."""
     memory_map, buffer = case.facts.memory_map, case.buffer
+    if buffer.on_gpu:
+        missing = [check for check in checks if not check.ok]
+        if missing:
+            return _unmet_checks(missing)
+        reason = (
+            f"{case.registration.verb} succeeded: memory of the GPU has no host page that this bug could hold"
+        )
+        return Verdict(NOT_REPRODUCED, reason, basis="kernel", checks=checks)
     needs = case.run.declared.get("needs")
     asks = buffer.asks_unpinnable or (isinstance(needs, list) and "unpinnable" in needs)
     what = f"{case.registration.verb} succeeded"
@@ -384,6 +406,10 @@ def _basis(case: Case, checks: list[Check]) -> Verdict:
 def _moved_by_pin(case: Case) -> tuple[Pin, Contract] | None:
     """The held pin that moved unpinnable pages when it was taken, and what that says."""
     for pin in case.held:
+        if pin.before is None and pin.after is not None:
+            contract = pin_contract(case.buffer, pin)
+            if contract.kind == "longterm":
+                return pin, contract
         if pin.before is None or pin.after is None:
             continue
         if pin.before.unpinnable & pin.spans & case.registration.spans & pin.before.moved(pin.after):

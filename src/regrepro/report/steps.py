@@ -75,18 +75,31 @@ class Pass:
         return f"another scenario: {self.begin.get('body')}"
 
     def under_test(self) -> Mapping[str, Any] | None:
-        """Return the registration under test: the first that failed before a release, else the first."""
-        first = None
+        """Return the registration under test, as `judge.verdict.under_test` chooses it."""
+        candidates: list[Mapping[str, Any]] = []
+        asked: list[object] = []
+        pinned: list[object] = []
         for event in self.events:
-            if event.get("event") == "release":
+            kind, place = event.get("event"), event.get("place")
+            if kind == "release":
                 break
-            if event.get("event") == "register":
-                first = first or event
+            if kind == "buffer" and (
+                place == "unpinnable" or (isinstance(place, Mapping) and "unpinnable" in place)
+            ):
+                asked.append(event.get("buffer"))
+            elif kind == "pin" and not event.get("errno"):
+                pinned.append(event.get("buffer"))
+            elif kind == "register":
                 if event.get("errno"):
                     return event
-        if first is None:
-            first = next((event for event in self.events if event.get("event") == "register"), None)
-        return first
+                buffer = event.get("buffer")
+                candidates.append(
+                    {"aside": 0 if buffer in asked else 1 if buffer in pinned else 2, "of": event}
+                )
+        if candidates:
+            chosen: Mapping[str, Any] = min(candidates, key=lambda item: item["aside"])["of"]
+            return chosen
+        return next((event for event in self.events if event.get("event") == "register"), None)
 
 
 def passes(events: Iterable[Mapping[str, Any]]) -> list[Pass]:

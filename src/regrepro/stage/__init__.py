@@ -34,6 +34,7 @@ from regrepro.stage.pins import Pin
 from regrepro.stage.registrations import Registration
 
 if TYPE_CHECKING:
+    from regrepro.stage.cuda_memory import CudaMemory
     from regrepro.stage.faults import Faults
 
 __all__ = ["Buffer", "Pin", "Registration", "Stage"]
@@ -123,6 +124,13 @@ class Stage:
 
         change = self._change
         return Faults(self, planted=change is None or change.variable != "fault")
+
+    @property
+    def cuda(self) -> CudaMemory:
+        """CUDA's own memory: `cudaHostAlloc`, device memory, dma-buf descriptors."""
+        from regrepro.stage.cuda_memory import CudaMemory
+
+        return CudaMemory(self)
 
     def option(self, name: str) -> Any:
         """Return the value of one of the scenario's own options: its default, or what `--option` says."""
@@ -266,7 +274,7 @@ class Stage:
             owner=owner,
             api=api,
             errno=made.errno,
-            **({"message": error.strerror or str(error)} if error is not None else {}),
+            **pins.refusal_facts(error),
             seconds=seconds,
             checksum=checksum,
             trace=trace,
@@ -436,6 +444,33 @@ class Stage:
         )
         return intact
 
+    def renew(self, buffer: Buffer, place: Place = "any") -> None:
+        """Give an anonymous buffer new pages, placed as asked; its addresses stay. Raises `Unmet`."""
+        if buffer.backing != "anonymous":
+            raise UsageError(
+                "renew() is for anonymous buffers", why=f"buffer {buffer.id} is {buffer.backing}"
+            )
+        for pin in [pin for pin in self._pins if pin.buffer is buffer]:
+            self.release(pin)
+        asked: Place = place
+        if self._change is not None and self._change.variable == "place" and place != "any":
+            asked = self._change.value
+        memory, placed, facts = buffers.make(self.backend, buffer.length, asked, "anonymous", fill=buffer.id)
+        try:
+            self.backend.move(memory.address, buffer.address, buffer.length)
+        finally:
+            memory.close()
+        self._known.pop(buffer.id, None)
+        self._event(
+            "step",
+            name="renew",
+            buffer=buffer.id,
+            place=asked,
+            placed=placed,
+            **({"search": facts} if facts else {}),
+            **self._pages("pages", buffer, self._look(buffer, counts=True)),
+        )
+
     def look(self, buffer: Buffer) -> PageState | None:
         """Read and record where a buffer's pages lie now; None where that cannot be read."""
         state = self._look(buffer, counts=True)
@@ -516,6 +551,8 @@ class Stage:
         return refusal, trace, round(seconds, 9)
 
     def _look(self, buffer: Buffer, *, counts: bool) -> PageState | None:
+        if buffer.no_pages:
+            return None
         return self.backend.snapshot(buffer.address, buffer.length, counts=counts)
 
     def _look_again(self, buffer: Buffer) -> _Look:
@@ -540,7 +577,7 @@ class Stage:
         """Return a page state as keys of an event."""
         last = self._written.get(buffer.id)
         if state is None:
-            return {key: None, "pages_unknown": "no map of this node's memory could be read"}
+            return {key: None, "pages_unknown": buffer.no_pages or _NO_MAP}
         known = last is not None and state is last.state
         if not known and not readable(state):
             return {key: None, "pages_unknown": join(state.problems) or "the pages could not be read"}
@@ -588,6 +625,8 @@ class _Look:
     state: PageState | None
     inferred: bool = False
 
+
+_NO_MAP = "no map of this node's memory could be read"
 
 _INFERRED = {
     "how": "inferred",

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import mmap
 import os
 import re
 import resource
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -112,11 +111,13 @@ class Backend(Protocol):
     def allocate(self, length: int, backing: str) -> Range: ...
     def reserve(self, length: int) -> Range: ...
     def gather(self, sources: Any, target: int) -> None: ...
+    def move(self, source: int, target: int, length: int) -> None: ...
     def view(self, address: int, length: int) -> memoryview: ...
     def snapshot(self, address: int, length: int, *, counts: bool) -> PageState | None: ...
     def hold(self, kind: str, address: int, length: int) -> HeldPin: ...
     def default_pin(self) -> tuple[str, str]: ...
     def hold_default(self, address: int, length: int) -> HeldPin: ...
+    def cuda(self) -> Any: ...
     def why_no_cuda(self) -> str: ...
     def registrar(self) -> Registrar: ...
     def movements(self) -> tuple[bytes, ...] | None: ...
@@ -231,6 +232,13 @@ class System:
 
         gather(sources, target)
 
+    def move(self, source: int, target: int, length: int) -> None:
+        """Move the pages of a range to other addresses, whatever is mapped there; the physical pages stay."""
+        import numpy
+
+        pages = numpy.arange(length // PAGE_SIZE, dtype=numpy.uint64) * numpy.uint64(PAGE_SIZE)
+        self.gather(pages + numpy.uint64(source), target)
+
     def view(self, address: int, length: int) -> memoryview:
         """Return the bytes of a range, writable."""
         import ctypes
@@ -258,8 +266,14 @@ class System:
         """Take the pin of this run over a range. Raises OSError."""
         cuda = self._open_cuda()
         if cuda is not None:
+            from regrepro.stage.cuda_memory import CudaPin
+
             return CudaPin(cuda, address, length)
         return self.hold(default_contract(self.options), address, length)
+
+    def cuda(self) -> Any:
+        """Return the CUDA of this run (`core.cuda.Cuda`), or None. Raises `Unmet` as asked."""
+        return self._open_cuda()
 
     def why_no_cuda(self) -> str:
         """Return why there is no CUDA in this run; empty where there is."""
@@ -435,37 +449,6 @@ NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 def default_contract(options: RunOptions) -> str:
     """Return the kind of the pin of a run. What a real driver asks for is measured, not known beforehand."""
     return "longterm" if options.cuda == "standin:longterm" else "pin"
-
-
-class CudaPin:
-    """A pin that CUDA holds, by `cudaHostRegister`. Raises OSError with CUDA's own name in its text."""
-
-    api = "cudaHostRegister"
-
-    def __init__(self, cuda: Any, address: int, length: int) -> None:
-        self.owner: str = cuda.owner
-        self._cuda = cuda
-        self._address = address
-        self._call(lambda: cuda.host_register(address, length))
-
-    def alive(self) -> bool | None:
-        """Return whether it is held: the stand-in knows, NVIDIA's driver cannot be asked (None)."""
-        answer: bool | None = self._cuda.pin_alive(self._address)
-        return answer
-
-    def release(self) -> None:
-        self._call(lambda: self._cuda.host_unregister(self._address))
-
-    @staticmethod
-    def _call(call: Callable[[], None]) -> None:
-        from regrepro.core.cuda import CudaError
-
-        try:
-            call()
-        except CudaError as error:
-            # CUDA hides the errno; the record needs one beside CUDA's own name, which the text has.
-            number = error.errno or errno.EIO
-            raise OSError(number, str(error)) from None
 
 
 def default_huge_page_size() -> int:

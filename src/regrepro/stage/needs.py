@@ -140,9 +140,23 @@ def _cuda(backend: Backend) -> None:
 
 
 def _dmabuf(backend: Backend) -> None:
-    _cuda(backend)
-    if find_device(backend.options)[0] is None:
-        _rdma(backend)
+    from regrepro.stage.cuda_memory import no_dmabuf
+
+    why = no_dmabuf(backend)
+    if why:
+        raise Unmet(
+            "dmabuf",
+            why,
+            "use an RDMA card whose driver has it (mlx5 since Linux 5.12), and NVIDIA's open kernel modules",
+        )
+
+
+def _peer_memory(backend: Backend) -> None:
+    from regrepro.stage.cuda_memory import no_peer_memory
+
+    why = no_peer_memory(backend)
+    if why:
+        raise Unmet("peer-memory", why, "on a GPU node: modprobe nvidia-peermem")
 
 
 _CHECKS: dict[str, Callable[[Backend], None]] = {
@@ -161,6 +175,7 @@ _CHECKS: dict[str, Callable[[Backend], None]] = {
     "rdma": _rdma,
     "cuda": _cuda,
     "dmabuf": _dmabuf,
+    "peer-memory": _peer_memory,
     "page-state": _page_state,
     "userfaultfd": _userfaultfd,
     "io-uring": _io_uring,

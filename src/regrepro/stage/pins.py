@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from regrepro.errors import UsageError
 from regrepro.stage.backend import PAGE_SIZE, HeldPin
@@ -61,6 +61,15 @@ def ranges_of(pages: Sequence[int] | None, buffer: Buffer) -> list[tuple[int, in
     if not ranges:
         raise UsageError("pin(pages=[]) pins nothing", hint="leave pages out to pin the whole buffer")
     return ranges
+
+
+def refusal_facts(error: OSError | None) -> dict[str, Any]:
+    """Return what an event says of a refused call beside its errno: words, and CUDA's name of its error."""
+    if error is None:
+        return {}
+    facts: dict[str, Any] = {"message": error.strerror or str(error)}
+    name = getattr(error, "cuda_error", None)
+    return facts | ({"cuda_error": name} if name else {})
 
 
 def let_go(held: list[HeldPin]) -> OSError | None:

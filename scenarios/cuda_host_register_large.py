@@ -1,0 +1,24 @@
+"""More pages than one call of an old kernel takes."""
+
+from regrepro import Stage, change, scenario
+
+
+@scenario(
+    shows="section 9: more pages at once; older kernels fail a large pin with FOLL_LONGTERM by itself",
+    needs=("root", "unpinnable", "registrar", "cuda"),
+    expects={"pin": "reproduced", "longterm": "not-reproduced"},
+    controls={"no-pin": change(pin="none"), "ordinary-memory": change(place="ordinary")},
+    profiles=("node",),
+    timeout=240,
+    options={"length": 64 << 20},
+)
+def cuda_host_register_large(stage: Stage) -> None:
+    """Register a large buffer that cudaHostRegister has pinned."""
+    buffer = stage.buffer(length=stage.option("length"), place="unpinnable", backing="anonymous")
+    pin = stage.pin(buffer)
+    if pin.errno:
+        return  # CUDA itself refused: that is the verdict
+    stage.cuda.describe(buffer)
+    stage.register(buffer)
+    pin.release()
+    stage.register(buffer).deregister()

@@ -1,0 +1,24 @@
+"""Shared memory without a name: a memfd that CUDA pins."""
+
+from regrepro import Stage, change, scenario
+
+
+@scenario(
+    shows="sections 7 and 8: anonymous, shmem or memfd-like, the mapping label is no longer known",
+    needs=("root", "unpinnable", "registrar", "cuda"),
+    expects={"pin": "reproduced", "longterm": "not-reproduced"},
+    controls={"no-pin": change(pin="none"), "ordinary-memory": change(place="ordinary")},
+    profiles=("node",),
+    timeout=240,
+    options={"length": 32 << 10},
+)
+def cuda_host_register_memfd(stage: Stage) -> None:
+    """Register a memfd that cudaHostRegister has pinned."""
+    buffer = stage.buffer(length=stage.option("length"), place="unpinnable", backing="memfd")
+    pin = stage.pin(buffer)
+    if pin.errno:
+        return  # CUDA itself refused: that is the verdict
+    stage.cuda.describe(buffer)
+    stage.register(buffer)
+    pin.release()
+    stage.register(buffer).deregister()

@@ -1,0 +1,24 @@
+"""NCCL's path between processes: POSIX shared memory that CUDA pins."""
+
+from regrepro import Stage, change, scenario
+
+
+@scenario(
+    shows="section 8: other shared-memory paths use cudaHostRegister over a mapped host range",
+    needs=("root", "unpinnable", "registrar", "cuda"),
+    expects={"pin": "reproduced", "longterm": "not-reproduced"},
+    controls={"no-pin": change(pin="none"), "ordinary-memory": change(place="ordinary")},
+    profiles=("node",),
+    timeout=240,
+    options={"length": 32 << 10},
+)
+def cuda_host_register_shm(stage: Stage) -> None:
+    """Register POSIX shared memory that cudaHostRegister has pinned."""
+    buffer = stage.buffer(length=stage.option("length"), place="unpinnable", backing="shm")
+    pin = stage.pin(buffer)
+    if pin.errno:
+        return  # CUDA itself refused: that is the verdict
+    stage.cuda.describe(buffer)
+    stage.register(buffer)
+    pin.release()
+    stage.register(buffer).deregister()
