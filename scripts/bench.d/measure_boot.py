@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -54,8 +55,13 @@ def _lab_run(work: Work, number: int) -> tuple[float, str]:
 
 
 def _timed(command: Sequence[str], expected: int) -> float:
+    # vng calls virtme-run by its name.
+    found = f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}"
+    environment = os.environ | {"PATH": found}
     started = time.perf_counter()
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, env=environment
+    )
     seconds = time.perf_counter() - started
     if done.returncode != expected:
         raise SystemExit(

@@ -10,6 +10,7 @@ killed when.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno as errno_numbers
 import fcntl
 import json
@@ -127,6 +128,25 @@ class RecordWriter:
                 raise
             _SHARED.pack_into(self._shared, 0, seq, size + len(line), 0)
             return int(seq)
+
+    @contextlib.contextmanager
+    def handle(self) -> Iterator[tuple[int, int, int, int]]:
+        """Lend the record to C code that writes lines as `event` does (csrc/series.c).
+
+        Yields descriptor, descriptor of the lock, address of the shared memory (sequence number, size,
+        writing) and the monotonic clock in ns at `t` 0. Other threads of this process wait meanwhile.
+        """
+        with self._thread_lock:
+            shared = ctypes.c_char.from_buffer(self._shared)
+            try:
+                start = round(self._monotonic_start * 1e9)
+                yield self._fd, self._lock_fd, ctypes.addressof(shared), start
+            finally:
+                del shared  # or the map could not be closed
+
+    def refused(self, number: int) -> RecordProblem:
+        """Return what to raise where C code could not write a line, with its errno."""
+        return self._cannot_write(OSError(number, os.strerror(number)))
 
     def close(self) -> None:
         """Close this process' descriptors. Other processes' stay usable."""

@@ -6,7 +6,10 @@ import ctypes
 import errno
 import ipaddress
 import os
+import resource
 import shutil
+import signal
+import struct
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +19,7 @@ from regrepro._core import ffi, lib
 
 from regrepro.core import memory, pyverbs_registrar, verbs
 from regrepro.errors import EnvironmentProblem, UsageError
+from regrepro.record import FILE_NAME, RecordWriter, read_record
 
 ROOT = Path(__file__).parents[2]
 CSRC = ROOT / "csrc"
@@ -48,6 +52,7 @@ class Fake(ctypes.Structure):
                 "queues",
                 "dest_qp_num",
                 "sgid_index",
+                "good",
             )
         ),
     )
@@ -194,6 +199,125 @@ def test_closing_the_device_closes_what_is_on_it(fake: Fake) -> None:
     device.close()
     assert (fake.regions, fake.pds, fake.contexts) == (0, 0, 0)
     pd.close()
+
+
+def run_series(
+    pd: verbs.ProtectionDomain, writer: RecordWriter, count: int, *, first: int = 0, keep: bool = False
+) -> tuple[verbs.SeriesEnd, verbs.KeptSeries | None]:
+    kept = verbs.KeptSeries(pd, count) if keep else None
+    with writer.handle() as record:
+        end = pd.register_series(
+            1 << 20,
+            4096,
+            ranges=3,
+            access=1,
+            first=first,
+            count=count,
+            labels='"scenario":"s","series":1',
+            record=record,
+            kept=kept,
+        )
+    return end, kept
+
+
+def test_a_series_writes_a_line_for_each(fake: Fake, tmp_path: Path) -> None:
+    with (
+        RecordWriter(tmp_path / FILE_NAME, {}) as writer,
+        verbs.Device("fake0") as device,
+        device.pd() as pd,
+    ):
+        writer.event("note", text="before", stand_in=None)
+        end, _ = run_series(pd, writer, 5)
+        assert end == (5, "done", 0, 0)
+        assert fake.regions == 0
+        writer.event("run-end", outcome="finished")
+    record = read_record(tmp_path)
+    assert record.problems == []
+    lines = list(record.of("registered"))
+    assert [(line["number"], line["address"] - (1 << 20)) for line in lines] == [
+        (0, 0),
+        (1, 4096),
+        (2, 8192),
+        (3, 0),
+        (4, 4096),
+    ]
+    assert {(line["scenario"], line["series"], line["length"], line["errno"]) for line in lines} == {
+        ("s", 1, 4096, None)
+    }
+    times = [event["t"] for event in record.events]
+    assert times == sorted(times)
+
+
+def test_a_series_ends_at_the_first_refusal_and_goes_on_where_told(fake: Fake, tmp_path: Path) -> None:
+    with (
+        RecordWriter(tmp_path / FILE_NAME, {}) as writer,
+        verbs.Device("fake0") as device,
+        device.pd() as pd,
+    ):
+        fake.good, fake.error = 2, errno.ENOMEM
+        end, _ = run_series(pd, writer, 4)
+        assert (end.number, end.where, end.errno) == (2, "register", errno.ENOMEM)
+        fake.error = 0
+        end, kept = run_series(pd, writer, 4, first=3, keep=True)
+        assert (end.number, end.where) == (4, "done")
+        assert fake.regions == 1
+        assert kept is not None
+        kept.dereg()
+        kept.dereg()
+        assert fake.regions == 0
+        fake.dereg_error = errno.EBUSY
+        end, _ = run_series(pd, writer, 4)
+        assert (end.number, end.where, end.errno) == (0, "deregister", errno.EBUSY)
+        assert fake.regions == 1
+        fake.dereg_error = 0
+        run_series(pd, writer, 2, keep=True)
+        assert fake.regions == 3  # closing takes all of them back
+    assert [line["number"] for line in read_record(tmp_path).of("registered")] == [0, 1, 3, 0, 0, 1]
+
+
+def test_a_series_with_a_full_disk_takes_its_registration_back(
+    fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    kept_handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    with (
+        RecordWriter(tmp_path / FILE_NAME, {}) as writer,
+        verbs.Device("fake0") as device,
+        device.pd() as pd,
+    ):
+        run_series(pd, writer, 1)
+        size = writer.path.stat().st_size
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size + 30, limits[1]))
+        try:
+            end, _ = run_series(pd, writer, 4)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            signal.signal(signal.SIGXFSZ, kept_handler)
+        assert (end.number, end.where, end.errno) == (0, "record", errno.EFBIG)
+        assert fake.regions == 0
+        assert writer.path.stat().st_size == size
+        run_series(pd, writer, 2)
+        writer.event("run-end", outcome="finished")
+    record = read_record(tmp_path)
+    assert record.problems == []
+    assert len(list(record.of("registered"))) == 3
+
+
+def test_a_series_leaves_a_record_that_needs_repair_alone(fake: Fake, tmp_path: Path) -> None:
+    with (
+        RecordWriter(tmp_path / FILE_NAME, {}) as writer,
+        verbs.Device("fake0") as device,
+        device.pd() as pd,
+    ):
+        sequence, size, _ = struct.unpack_from("=QQQ", writer._shared)
+        struct.pack_into("=QQQ", writer._shared, 0, sequence, size, 1)
+        os.write(writer._fd, b'{"seq":1,"t":0')
+        end, _ = run_series(pd, writer, 1)
+        assert (end.where, fake.regions) == ("repair", 0)
+        writer.event("note", text="puts it right", stand_in=None)
+        assert run_series(pd, writer, 1)[0].where == "done"
+        writer.event("run-end", outcome="finished")
+    assert read_record(tmp_path).problems == []
 
 
 @pytest.mark.parametrize("opcode", verbs.OPCODES)

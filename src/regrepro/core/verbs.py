@@ -11,7 +11,7 @@ import ipaddress
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from regrepro._core import ffi, lib
 from regrepro.errors import EnvironmentProblem, UsageError
@@ -219,6 +219,40 @@ class MemoryRegion:
         self.dereg()
 
 
+class SeriesEnd(NamedTuple):
+    """Where a series of registrations ended: `number` of the one that ended it, and what failed.
+
+    `where`: `done`, `register`, `deregister`, `record` (the line could not be written) or `repair` (a writer
+    of the record was killed in the middle of a line). `errno` is 0 only with `done`; `seconds` is the time
+    that the refused registration took.
+    """
+
+    number: int
+    where: str
+    errno: int
+    seconds: float
+
+
+class KeptSeries:
+    """The MRs that a series keeps."""
+
+    def __init__(self, pd: ProtectionDomain, count: int) -> None:
+        self._pd = pd
+        self._count = count
+        self._cells = ffi.new("struct rr_mr *[]", count)
+        pd._regions.add(self)
+
+    def dereg(self) -> None:
+        """Deregister all; raises OSError with the kernel's errno at the first that is refused."""
+        status = lib.rr_deregister_series(self._pd._pd, self._cells, self._count)
+        if status:
+            raise _refused(status, "ibv_dereg_mr")
+        self._pd._regions.discard(self)
+
+
+_WHERE = ("done", "register", "deregister", "record", "repair")
+
+
 class ProtectionDomain:
     """A PD of a device; registers memory. A context manager that deregisters what is left and deallocates."""
 
@@ -227,7 +261,7 @@ class ProtectionDomain:
     def __init__(self, device: Device, pd: Any) -> None:
         self.device = device
         self._pd = pd
-        self._regions: set[MemoryRegion] = set()
+        self._regions: set[MemoryRegion | KeptSeries] = set()
 
     def reg_mr(self, address: int, length: int, access: int) -> MemoryRegion:
         """Register by the function `ibv_reg_mr` itself; raises OSError with its errno."""
@@ -258,6 +292,39 @@ class ProtectionDomain:
         if status:
             raise _refused(status, "ibv_reg_dmabuf_mr")
         return MemoryRegion(self, cell[0], 0, length, iova)
+
+    def register_series(
+        self,
+        address: int,
+        length: int,
+        *,
+        ranges: int,
+        access: int,
+        first: int,
+        count: int,
+        labels: str,
+        record: tuple[int, int, int, int],
+        kept: KeptSeries | None,
+    ) -> SeriesEnd:
+        """Register number `first` to `count` by `ibv_reg_mr_iova2`, each with its line in the record.
+
+        `ranges` ranges of `length` bytes lie from `address` on and are taken by turns. `labels` is JSON: the
+        keys that all lines have. `record` is what `RecordWriter.handle` gives. Without `kept` each is
+        deregistered before the next.
+        """
+        text = ffi.new("char[]", labels.encode("ascii"))
+        series = ffi.new("struct rr_series *")
+        series.address, series.length, series.ranges, series.access = address, length, ranges, access
+        series.first, series.count, series.labels = first, count, text
+        series.kept = kept._cells if kept is not None else ffi.NULL
+        into = ffi.new("struct rr_record *")
+        into.fd, into.lock_fd, into.start_ns = record[0], record[1], record[3]
+        into.shared = ffi.cast("uint64_t *", record[2])
+        end = ffi.new("struct rr_series_end *")
+        status = lib.rr_register_series(self._pd, series, into, end)
+        if end.left != ffi.NULL:  # closing the PD tries again
+            MemoryRegion(self, end.left, address, length, address)
+        return SeriesEnd(int(end.number), _WHERE[end.where], -int(status), float(end.seconds))
 
     def register_loop(self, address: int, length: int, access: int, count: int) -> None:
         """Register and deregister `count` times in C, recording nothing: the baseline of the benchmark."""

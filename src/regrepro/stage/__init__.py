@@ -17,7 +17,7 @@ from regrepro.errors import Unmet, UsageError
 from regrepro.errors import errno_name as name_of
 from regrepro.record import Encoded, RecordWriter, encoded
 from regrepro.scenario import Change, Value
-from regrepro.stage import buffers, pins
+from regrepro.stage import buffers, pins, series
 from regrepro.stage.backend import (
     PAGE_SIZE,
     PIN_OWNERS,
@@ -32,12 +32,13 @@ from regrepro.stage.backend import (
 from regrepro.stage.buffers import BACKINGS, Buffer, Place
 from regrepro.stage.pins import Pin
 from regrepro.stage.registrations import Registration
+from regrepro.stage.series import Series
 
 if TYPE_CHECKING:
     from regrepro.stage.cuda_memory import CudaMemory
     from regrepro.stage.faults import Faults
 
-__all__ = ["Buffer", "Pin", "Registration", "Stage"]
+__all__ = ["Buffer", "Pin", "Registration", "Series", "Stage"]
 
 _Result = TypeVar("_Result")
 
@@ -108,7 +109,8 @@ class Stage:
         self._buffers: list[Buffer] = []
         self._pins: list[Pin] = []
         self._registrations: list[Registration] = []
-        self._count = {"buffer": 0, "pin": 0, "registration": 0}
+        self._series: list[Series] = []
+        self._count = {"buffer": 0, "pin": 0, "registration": 0, "series": 0}
         self._written: dict[int, _Written] = {}  # by buffer
         self._unplaced: list[
             tuple[_Written, str]
@@ -367,6 +369,42 @@ class Stage:
         )
         return made
 
+    def register_many(
+        self,
+        buffer: Buffer,
+        count: int,
+        *,
+        length: int | None = None,
+        access: Sequence[str] | None = None,
+        keep: bool = False,
+    ) -> Series:
+        """Register `count` times in a row, whole or by ranges of `length` bytes that are taken by turns.
+
+        The first is a registration as `register` makes it; the others get a short line each, written when it
+        happened, and cost little more than the call. The first refusal ends the series, and is tried once
+        more by `register`. Each is deregistered before the next one unless `keep`.
+        """
+        size = series.check(buffer, count, length)
+        made = Series(self, self._next("series"), buffer, count)
+        flags = tuple(access) if access is not None else None
+        before = self._look(buffer, counts=False)
+        self._series.append(made)
+        facts = series.run(self, made, length=size, access=flags, keep=keep)
+        self._event(
+            "register-many",
+            series=made.id,
+            buffer=buffer.id,
+            count=count,
+            length=size,
+            keep=keep,
+            succeeded=made.succeeded,
+            errno=made.errno,
+            **facts,
+            **self._pages("before", buffer, before),
+            **self._pages("after", buffer, self._look(buffer, counts=False)),
+        )
+        return made
+
     def release(self, pin: Pin) -> None:
         """Release a pin without a byte of the buffer changed. The same as `pin.release()`."""
         if pin not in self._pins:
@@ -496,6 +534,8 @@ class Stage:
 
     def finish(self) -> None:
         """Deregister, release and free what the body left, and record it."""
+        for kept in list(self._series):
+            kept.deregister()
         for registration in list(self._registrations):
             self.deregister(registration)
         for pin in list(self._pins):
@@ -512,6 +552,32 @@ class Stage:
             written.seq, written.key = seq, key
         self._unplaced.clear()
         return seq
+
+    def _refused_in_series(self, made: Series, what: str, end: series.Refusal) -> str:
+        """Record that one of a series was refused, or could not be taken back; return the errno's name."""
+        errno = name_of(end.errno)
+        self._event(
+            {"register": "registered", "deregister": "deregistered"}[what],
+            series=made.id,
+            number=end.number,
+            address=end.address,
+            length=end.length,
+            errno=errno,
+            seconds=round(end.seconds, 9),
+        )
+        return errno
+
+    def _end_series(self, made: Series) -> None:
+        errno = None
+        try:
+            if made._kept is not None:
+                made._kept.dereg()
+            for region in made._regions:
+                region.deregister()
+        except OSError as error:
+            errno = errno_name(error)
+        made._kept, made._regions = None, []
+        self._event("deregister-many", series=made.id, errno=errno)
 
     def _next(self, what: str) -> int:
         self._count[what] += 1

@@ -188,6 +188,10 @@ class Faults:
         finally:
             _libc.mprotect(buffer.address, buffer.length, mmap.PROT_READ | mmap.PROT_WRITE)
 
+    def untouched_buffer(self, length: int) -> Buffer:
+        """Make a buffer of which no page is present."""
+        return self._stage.adopt(self._stage.backend.allocate(length, "anonymous"), "anonymous")
+
     def buffer_of_zero_page(self, pages: int) -> Buffer:
         """Make a buffer that was only read: each page of it is the kernel's one page of zeros."""
         memory = self._stage.backend.allocate(pages * PAGE_SIZE, "anonymous")

@@ -107,6 +107,7 @@ class VerbsRegistrar:
         self.stand_in = software_driver(device)
         self._options = options
         self._access_bits = verbs.access_bits
+        self._kept_series = verbs.KeptSeries
         self._pyverbs: Any = None
         try:
             self._device = verbs.Device(device)
@@ -129,6 +130,18 @@ class VerbsRegistrar:
         if verb == "ibv_reg_dmabuf_mr":
             return _VerbsRegion(self._pd.reg_dmabuf_mr(-1 if fd is None else fd, 0, length, iova, bits))
         return _VerbsRegion(self._second_registrar().reg_mr(address, length, bits))
+
+    def register_series(
+        self, address: int, length: int, *, access: tuple[str, ...], kept: Any, keep: bool, **rest: Any
+    ) -> tuple[Any, Any]:
+        """Register many times in C (`core.verbs.ProtectionDomain.register_series`).
+
+        Returns what keeps the MRs (None without `keep`) and where the series ended.
+        """
+        if keep and kept is None:
+            kept = self._kept_series(self._pd, rest["count"])
+        bits = self._access_bits(access)
+        return kept, self._pd.register_series(address, length, access=bits, kept=kept, **rest)
 
     def _second_registrar(self) -> Any:
         """Return pyverbs on this device: an errno that it gets, too, is not our core's own doing."""
