@@ -10,6 +10,7 @@ from regrepro.options import format_size
 from regrepro.report.load import Run
 from regrepro.report.steps import Moment, Pass, Reader, Step, passes
 from regrepro.views import words
+from regrepro.views.picture import Picture, pictures
 
 TITLES = {
     "reproduced": "the bug was reproduced",
@@ -71,6 +72,7 @@ class Finding:
     path: list[PathLine] = field(default_factory=list)
     no_path: str = ""
     moments: list[Moment] = field(default_factory=list)
+    picture: Picture | None = None
     trials: list[Trial] = field(default_factory=list)
     evidence: list[tuple[str, str, str, str]] = field(default_factory=list)
     checks: list[tuple[str, str, str]] = field(default_factory=list)
@@ -120,6 +122,10 @@ def build(run: Run) -> Report:
     found = passes(run.record.events)
     reader = Reader()
     findings = [_finding(item, found, reader) for item in items]
+    drawn = {(one.scenario, one.variant): one for one in pictures(run.record.events)}
+    for finding in findings:
+        key = (str(finding.item.get("scenario")), str(finding.item.get("variant", "default")))
+        finding.picture = drawn.get(key)
     main = headline(items)
     steps = [(_pass_name(one), step) for one in found for step in reader.steps(one)]
     problems = [str(text) for text in words.list_of(run.verdicts.get("problems"))] + run.problems

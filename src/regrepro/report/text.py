@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from regrepro.report.model import Finding, Report
 from regrepro.report.steps import LETTERS, Moment
+from regrepro.views.picture import as_text, legend
 
 WIDTH = 76
 _SHOWN_PAGES = 64
@@ -74,6 +75,11 @@ def _finding(finding: Finding) -> Iterator[str]:
     if finding.moments:
         yield ""
         yield from picture(finding.moments)
+    if finding.picture is not None:
+        yield ""
+        yield f"Buffer {finding.picture.buffer} over physical memory:"
+        yield from (f"  {line}" for line in as_text(finding.picture, WIDTH - 2))
+        yield from _wrap(legend(finding.picture), "  ")
     if len(finding.trials) > 1:
         yield ""
         yield "The same steps, one thing changed:"

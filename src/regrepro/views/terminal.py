@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
-from regrepro.views import words
+from regrepro.views import picture, words
 
 Segment = tuple[str, str]
 Line = list[Segment]
@@ -60,7 +60,8 @@ def show(
     out = file if file is not None else sys.stdout
     columns = _width(out, width)
     header = record.header if record is not None else {}
-    _print(_whole(verdicts, header, run_dir, columns), out)
+    drawn = {(item.scenario, item.variant): item for item in picture.pictures(getattr(record, "events", ()))}
+    _print(_whole(verdicts, header, run_dir, columns, drawn), out)
 
 
 def show_evidence(
@@ -92,7 +93,13 @@ def show_evidence(
 # Layout
 
 
-def _whole(verdicts: Mapping[str, Any], header: Mapping[str, Any], run_dir: object, width: int) -> list[Line]:
+def _whole(
+    verdicts: Mapping[str, Any],
+    header: Mapping[str, Any],
+    run_dir: object,
+    width: int,
+    drawn: Mapping[tuple[str, str], picture.Picture],
+) -> list[Line]:
     items = words.mappings_of(verdicts.get("verdicts"))
     lines: list[Line] = [[], *_head(header, width)]
     if not items:
@@ -102,7 +109,8 @@ def _whole(verdicts: Mapping[str, Any], header: Mapping[str, Any], run_dir: obje
         for item in items:
             proof = _proof(item, width)
             if proof:
-                lines += [[], *proof]
+                seen = drawn.get((str(item.get("scenario")), str(item.get("variant") or "default")))
+                lines += [[], *proof, *(_picture(seen, width) if seen is not None else [])]
     stand_ins = words.stand_ins(header, items)
     if stand_ins:
         lines += [[], [("Stand-ins in this run", "bold")]]
@@ -231,6 +239,14 @@ def _proof(item: Mapping[str, Any], width: int) -> list[Line]:
     what = {"reproduced": "the proof", "not-reproduced": "what was seen", "other-failure": "what was seen"}
     title: Line = [(f"{item.get('scenario')}", "bold"), (f": {what[str(verdict)]}", "bold")]
     return [title, *lines] if lines else []
+
+
+def _picture(drawn: picture.Picture, width: int) -> list[Line]:
+    """The buffer over the node's physical memory."""
+    lines: list[Line] = [[*_label("picture", 10), (f"buffer {drawn.buffer} over physical memory", "")]]
+    for row in picture.as_text(drawn, width - 4):
+        lines.append([("    ", ""), (row, "")])
+    return [*lines, *_indented(picture.legend(drawn), width, "    ", style="dim")]
 
 
 def _lacks(item: Mapping[str, Any], width: int) -> list[Line]:
