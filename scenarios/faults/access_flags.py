@@ -1,0 +1,33 @@
+"""Access flags: refused before a page is looked at."""
+
+from regrepro import Stage, change, scenario
+
+SOUND = ("LOCAL_WRITE", "REMOTE_WRITE", "REMOTE_READ")
+
+
+@scenario(
+    shows="remote write without local write makes no sense: EINVAL",
+    needs=("root", "rdma"),
+    expects={"none": {"verdict": "other-failure", "layer": "arguments", "errno": "EINVAL"}},
+    controls={"with-local-write": change(fault="none")},
+    profiles=("faults",),
+    timeout=120,
+)
+def access_flags(stage: Stage) -> None:
+    """Register for remote writing, but not for local writing."""
+    buffer = stage.buffer(pages=8)
+    stage.register(buffer, access=stage.faults.either(("REMOTE_WRITE",), SOUND)).deregister()
+
+
+@scenario(
+    shows="a flag that the device does not know: EOPNOTSUPP or EINVAL, by the driver",
+    needs=("root", "rdma"),
+    expects={"none": {"verdict": "other-failure", "layer": "arguments", "errno": ["EOPNOTSUPP", "EINVAL"]}},
+    controls={"without-the-flag": change(fault="none")},
+    profiles=("faults",),
+    timeout=120,
+)
+def access_flag_of_another_device(stage: Stage) -> None:
+    """Register with a flag that this device refuses (huge pages, which soft-RoCE does not know)."""
+    buffer = stage.buffer(pages=8)
+    stage.register(buffer, access=stage.faults.either((*SOUND, "HUGETLB"), SOUND)).deregister()
