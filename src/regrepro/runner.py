@@ -116,27 +116,39 @@ class Environment:
         return [item.as_record() for item in reservations.read()]
 
     def stand_ins(self, options: RunOptions) -> list[dict[str, str]]:
-        """Return the stand-ins of the registrar, for the header; pins are added by what the run holds."""
+        """Return the stand-ins of CUDA and the registrar, for the header."""
         from regrepro.stage.registrars import find_device, software_driver
 
         device, _ = find_device(options)
+        pins = []
+        if options.cuda.startswith("standin:"):
+            asks = "with" if options.cuda == "standin:longterm" else "without"
+            pins = [
+                {
+                    "name": options.cuda,
+                    "replaces": "CUDA and NVIDIA's driver",
+                    "what": f"pins host memory {asks} FOLL_LONGTERM; its device memory is a memfd",
+                }
+            ]
         if device is None:
             return [
+                *pins,
                 {
                     "name": "io-uring",
                     "replaces": "an RDMA device",
                     "what": "registers by io_uring fixed buffers: the same FOLL_LONGTERM pin as for an MR",
-                }
+                },
             ]
         driver = software_driver(device)
         if driver is None:
-            return []
+            return pins
         return [
+            *pins,
             {
                 "name": driver,
                 "replaces": "an RDMA card, such as a ConnectX",
                 "what": f"{device} is RDMA in software; it registers by the kernel's common ib_umem_get",
-            }
+            },
         ]
 
     def backend(self, options: RunOptions, memory_map: MemoryMap | None) -> Backend:

@@ -421,6 +421,7 @@ class Stage:
             checksum_before=checksum_before,
             checksum_after=checksum_after,
             was_alive=was_alive,
+            stand_in=pin.owner if pin.owner != "cuda" else None,
             **self._pages("after", pin.buffer, self._look(pin.buffer, counts=True)),
         )
 
@@ -593,7 +594,7 @@ class Stage:
         self._written.pop(buffer.id, None)
         self._known.pop(buffer.id, None)
         buffer._memory.close()
-        self._event("free", buffer=buffer.id)
+        self._event("free", buffer=buffer.id, stand_in=buffer.stand_in)
 
     def _call(
         self, call: Callable[[], None], *, stack: bool = False, success_is_plain: bool = False

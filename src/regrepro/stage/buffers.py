@@ -24,6 +24,8 @@ class Buffer:
 
     no_pages = ""
     """Why its pages are not looked at; empty where they are."""
+    stand_in: str | None = None
+    """Which software stood in for what allocated it."""
 
     def __init__(self, stage: Stage, number: int, memory: Range, backing: str, placed: str) -> None:
         self._stage = stage

@@ -264,6 +264,7 @@ class CudaMemory:
         memory = drawn.memory
         refused = _Refused(size)
         buffer = CudaBuffer(stage, number, memory or refused, "cuda-host", placed)
+        buffer.stand_in = cuda.stand_in
         pin = Pin(stage, stage._next("pin"), buffer, kind, owner)
         if memory is not None:
             memory.fill(number)
@@ -308,9 +309,10 @@ class CudaMemory:
             stand_in=stand_in,
             offset=0,
             length=size,
-            before=None,
-            pages_unknown="this call itself made the memory and pinned it",
-            **stage._pages("after", buffer, state),
+            **(
+                stage._pages("after", buffer, state)
+                | {"before": None, "pages_unknown": "this call itself was to make the memory and pin it"}
+            ),
         )
         if memory is not None:
             self.describe(buffer, HostAllocation.api)
@@ -327,6 +329,7 @@ class CudaMemory:
             raise Unmet("device-memory", str(error.strerror), "free memory on the GPU") from None
         number = stage._next("buffer")
         buffer = CudaBuffer(stage, number, memory, "cuda-vmm" if vmm else "cuda-device", "as-allocated")
+        buffer.stand_in = cuda.stand_in
         buffer.no_pages = "device memory has no page of this host"
         if cuda.stand_in:
             buffer.no_pages += " (a stand-in's has, and says nothing of a GPU's)"
