@@ -220,10 +220,12 @@ def _show(kernels: Any, *, refresh: bool, everything: bool, as_json: bool) -> No
         click.echo(index.stale, err=True)
 
 
-def _add_matrix() -> None:
+def _add_tables() -> None:
+    from regrepro.lab.faults_command import faults
     from regrepro.lab.matrix_command import matrix
 
     lab.add_command(matrix)
+    lab.add_command(faults)
 
 
-_add_matrix()
+_add_tables()
