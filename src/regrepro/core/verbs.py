@@ -332,6 +332,19 @@ class ProtectionDomain:
         if status:
             raise _refused(status, "ibv_reg_mr_iova2")
 
+    def register_until_refused(self, address: int, length: int, access: int) -> tuple[int, int]:
+        """Register the same bytes again and again until it is refused: (registrations, the errno).
+
+        What was registered stays so until the process ends.
+        """
+        cell = ffi.new(_MR_CELL)
+        count = -1
+        status = 0
+        while not status:
+            status = lib.rr_reg_mr(self._pd, address, length, access, cell)
+            count += 1
+        return count, abs(status)
+
     def close(self) -> None:
         """Deregister what is left and deallocate; again does nothing. Raises OSError."""
         if self._pd is None:

@@ -493,20 +493,15 @@ def _exhaust(name: str, writing: int) -> None:
     """Register one page until the device refuses, tell how many there are and the errno, and wait."""
     answer = "0 unknown"
     try:
-        from regrepro._core import ffi, lib
         from regrepro.core.memory import Range as Memory
-        from regrepro.core.verbs import ACCESS, Device
+        from regrepro.core.verbs import Device, access_bits
 
         memory = Memory.anonymous(PAGE_SIZE, huge=False)
         memory.populate()
         pd = Device(name).pd()
-        cell = ffi.new("struct rr_mr **")
-        count, status = 0, 0
-        register, handle, address, access = lib.rr_reg_mr, pd._pd, memory.address, ACCESS["LOCAL_WRITE"]
-        while not status:
-            status = register(handle, address, PAGE_SIZE, access, cell)
-            count += 1
-        answer = f"{count - 1} {errno_name(-status)}"
+        bits = access_bits(("LOCAL_WRITE",))
+        count, number = pd.register_until_refused(memory.address, PAGE_SIZE, bits)
+        answer = f"{count} {errno_name(number)}"
     except (OSError, RegreproError) as error:
         answer = f"0 {type(error).__name__}"
     finally:

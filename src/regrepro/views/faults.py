@@ -1,4 +1,4 @@
-"""The table of planted faults: a row for each fault, a column for each kernel, in each cell the layer named."""
+"""The table of planted faults: a row for each fault, a column for each kernel, in each cell the layer."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ def summary(table: Mapping[str, Any]) -> str:
     counts = {name: sum(state(cell) == name for cell in cells) for name in (RIGHT, WRONG, UNDECIDED)}
     unknown = sum(cell is not None and cell["layer"] == "unknown" for cell in cells)
     return (
-        f"{len(cells)} cells: {counts[RIGHT]} as declared, {counts[WRONG]} wrong, {counts[UNDECIDED]} undecided"
-        f", {unknown} with an unknown layer."
+        f"{len(cells)} cells: {counts[RIGHT]} as declared, {counts[WRONG]} wrong, "
+        f"{counts[UNDECIDED]} undecided, {unknown} with an unknown layer."
     )
 
 
