@@ -124,7 +124,10 @@ class Buffer:
     @property
     def asks_unpinnable(self) -> bool:
         """Whether the scenario asked for unpinnable pages."""
-        return self.place == "unpinnable" or (isinstance(self.place, Mapping) and "unpinnable" in self.place)
+        kinds = ("unpinnable", "cma", "movable-zone")
+        if isinstance(self.place, Mapping):
+            return any(kind in self.place for kind in kinds)
+        return self.place in kinds
 
     @property
     def on_gpu(self) -> bool:

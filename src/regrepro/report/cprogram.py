@@ -252,17 +252,22 @@ class _Program:
         return value
 
 
+_UNPINNABLE = ("unpinnable", "cma", "movable-zone")
+
+
 def _pieces(place: object, pages: int) -> Iterator[tuple[int, int, str]]:
     """What was asked of a buffer's place, as runs; a lone mapping names the unpinnable pages."""
     if isinstance(place, Mapping):
-        marked = {page for page in words.list_of(place.get("unpinnable")) if isinstance(page, int)}
+        which = next((place[kind] for kind in _UNPINNABLE if kind in place), None)
+        marked = {page for page in words.list_of(which) if isinstance(page, int)}
         first = 0
         for page in range(1, pages + 1):
             if page == pages or (page in marked) != (first in marked):
                 yield first, page - first, "UNPINNABLE" if first in marked else "ORDINARY"
                 first = page
         return
-    yield 0, pages, {"unpinnable": "UNPINNABLE", "ordinary": "ORDINARY"}.get(str(place), "ANY")
+    whole = "UNPINNABLE" if place in _UNPINNABLE else "ORDINARY" if place == "ordinary" else "ANY"
+    yield 0, pages, whole
 
 
 def _split(first: int, count: int, limited: bool) -> Iterator[tuple[int, int]]:

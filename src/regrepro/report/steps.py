@@ -84,7 +84,7 @@ class Pass:
             if kind == "release":
                 break
             if kind == "buffer" and (
-                place == "unpinnable" or (isinstance(place, Mapping) and "unpinnable" in place)
+                isinstance(place, Mapping) or place in ("unpinnable", "cma", "movable-zone")
             ):
                 asked.append(event.get("buffer"))
             elif kind == "pin" and not event.get("errno"):
