@@ -151,6 +151,9 @@ def arguments(call: Call) -> Layer | None:
     if address is not None and length is not None and call.pages is not None:
         if address + length + call.page > 2**64:
             return Layer("arguments", "address and length together overflow", "inferred", source)
+        if call.pages == 0:
+            how = "observed" if trace.absent(fn.GUP) else "inferred"
+            return Layer("arguments", "no byte at the begin of a page is no page", how, source)
         if call.pages > UINT_MAX:
             why = f"{length} bytes are more than UINT_MAX pages"
             return Layer("arguments", why, "observed" if trace.absent(fn.GUP) else "inferred", source)
@@ -310,7 +313,7 @@ def bar_map(call: Call) -> Layer | None:
     """
     if call.registration.errno != "EFAULT" or call.trace.failed(fn.GUP) not in (EFAULT, None):
         return None
-    path = _vma_path(call.buffer)
+    path = _vma_path(call)
     if re.search(r"/dev/nvidia|/resource\d+(_wc)?$|/dev/mem$|/dev/gdrdrv", path):
         how = "observed" if call.trace.failed(fn.GUP) else "inferred"
         return Layer("bar-map", f"{path} maps a device, not pages", how, "check_vma_flags, mm/gup.c")
@@ -345,7 +348,7 @@ def longterm_refused(call: Call) -> Layer | None:
         return None
     if call.trace.complete and call.trace.failed(fn.GUP) not in (EFAULT, EOPNOTSUPP):
         return None
-    vma = _vma(call.buffer)
+    vma = _vma(call)
     if vma is None or call.buffer.backing != "file" or not vma.inside(reg):
         return None
     if not (vma.shared and vma.writable):
@@ -365,7 +368,7 @@ def page_fault(call: Call) -> Layer | None:
     seen = call.trace.failed(fn.GUP_INNER)
     if reg.errno != "EFAULT" or (call.trace.complete and seen not in (EFAULT, None)):
         return None
-    vma = _vma(call.buffer)
+    vma = _vma(call)
     source = "check_vma_flags and __get_user_pages, mm/gup.c"
     how = "observed" if seen == EFAULT else "inferred"
     if (
@@ -576,15 +579,20 @@ class _Vma:
         return self.first <= reg.address and reg.address + reg.length <= self.end
 
 
-def _vma(buffer: Buffer | None) -> _Vma | None:
-    match = re.match(
-        r"([0-9a-f]{1,16})-([0-9a-f]{1,16}) ([rwxsp-]{4}) \S+ \S+ \S+\s*(.*)", buffer.vma if buffer else ""
-    )
+def _vma(call: Call) -> _Vma | None:
+    """The mapping of the buffer as it was when it was made, or as a later step says."""
+    line = call.buffer.vma if call.buffer else ""
+    for step in call.run.steps:
+        seq, told = whole_number(step.get("seq")), step.get("vma")
+        mine = call.buffer is not None and step.get("buffer") == call.buffer.id
+        if mine and isinstance(told, str) and seq is not None and seq < call.registration.seq:
+            line = told
+    match = re.match(r"([0-9a-f]{1,16})-([0-9a-f]{1,16}) ([rwxsp-]{4}) \S+ \S+ \S+\s*(.*)", line)
     return _Vma(int(match[1], 16), int(match[2], 16), match[3], match[4]) if match else None
 
 
-def _vma_path(buffer: Buffer | None) -> str:
-    vma = _vma(buffer)
+def _vma_path(call: Call) -> str:
+    vma = _vma(call)
     return vma.path if vma else ""
 
 

@@ -134,6 +134,11 @@ class Stage:
 
         return CudaMemory(self)
 
+    @property
+    def control(self) -> str | None:
+        """The name of the control that this pass is, None in the scenario itself."""
+        return self._labels["control"]
+
     def option(self, name: str) -> Any:
         """Return the value of one of the scenario's own options: its default, or what `--option` says."""
         if name not in self._options:
@@ -207,12 +212,20 @@ class Stage:
         self._note_fresh_pages(made, state)
         return made
 
-    def pin(self, buffer: Buffer, kind: str | None = None, *, pages: Sequence[int] | None = None) -> Pin:
+    def pin(
+        self,
+        buffer: Buffer,
+        kind: str | None = None,
+        *,
+        pages: Sequence[int] | None = None,
+        by: Callable[[int, int], Any] | None = None,
+    ) -> Pin:
         """Pin a buffer, or some of its pages. True while it is held.
 
         `kind`: `pin` (FOLL_PIN without FOLL_LONGTERM, as NVIDIA's older drivers do), `get` (FOLL_GET),
         `longterm` (FOLL_PIN with FOLL_LONGTERM, as fixed drivers do) or `none`; left out, the pin of this
-        run.
+        run. `by`: code of the scenario's own that pins, called with address and length, which returns what
+        lets go: a function, or an object with `release()`; `kind` is then what it is expected to do.
         """
         default, default_owner = self.backend.default_pin()
         owner = default_owner
@@ -220,9 +233,11 @@ class Stage:
         if wanted not in pins.KINDS:
             raise UsageError(f"kind={wanted!r} is not known", hint=f"one of {', '.join(pins.KINDS)}")
         if self._change is not None and self._change.variable == "pin":
-            wanted = self._change.value
+            wanted, by = self._change.value, None
         if wanted == "none":
             owner = "none"
+        elif by is not None:
+            owner = own_pin.OWNER
         elif kind is not None or wanted != default:
             owner = PIN_OWNERS[wanted]
         ranges = pins.ranges_of(pages, buffer)
@@ -254,7 +269,9 @@ class Stage:
         def take() -> None:
             for offset, length in ranges:
                 start = buffer.address + offset
-                if owner == default_owner and kind is None:
+                if by is not None:
+                    held.append(own_pin.OwnPin(by, start, length))
+                elif owner == default_owner and kind is None:
                     held.append(self.backend.hold_default(start, length))
                 else:
                     held.append(self.backend.hold(wanted, start, length))
@@ -280,7 +297,7 @@ class Stage:
             seconds=seconds,
             checksum=checksum,
             trace=trace,
-            stand_in=owner if owner != "cuda" else None,
+            stand_in=owner if owner not in ("cuda", own_pin.OWNER) else None,
             **where,
             **self._pages("before", buffer, before),
             **self._pages("after", buffer, after),

@@ -174,6 +174,7 @@ class Faults:
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED_NOREPLACE
             protection = mmap.PROT_READ | mmap.PROT_WRITE
             _checked(_libc.mmap(address, PAGE_SIZE, protection, flags, -1, 0), "mmap")
+            self._step("mapped", buffer=buffer.id, page=page, vma=_vma(buffer))
 
     @contextmanager
     def read_only(self, buffer: Buffer) -> Iterator[None]:
@@ -187,6 +188,7 @@ class Faults:
             yield
         finally:
             _libc.mprotect(buffer.address, buffer.length, mmap.PROT_READ | mmap.PROT_WRITE)
+            self._step("writable", buffer=buffer.id, vma=_vma(buffer))
 
     def untouched_buffer(self, length: int) -> Buffer:
         """Make a buffer of which no page is present."""
@@ -213,7 +215,7 @@ class Faults:
             return self._stage.buffer(pages=pages, backing="memfd")
         from regrepro.core.memory import Range as Memory
 
-        directory = _written_back(self._stage.backend.in_lab)
+        directory = written_back(self._stage.backend.in_lab)
         with tempfile.NamedTemporaryFile(prefix="regrepro-", dir=directory) as file:
             memory = Memory.file(file.name, pages * PAGE_SIZE)
         memory.populate()
@@ -548,7 +550,7 @@ def _cgroup2() -> Path:
     return place
 
 
-def _written_back(in_lab: bool) -> str:
+def written_back(in_lab: bool) -> str:
     """Return a directory whose files the kernel writes back to a disk. Raises `Unmet`."""
     tried = []
     for directory in ("/var/tmp", tempfile.gettempdir(), str(Path.home())):
