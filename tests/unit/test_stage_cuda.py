@@ -348,3 +348,12 @@ def test_new_pages_at_the_same_addresses(tmp_path: Path) -> None:
     shared = run.stage.buffer(pages=1, backing="memfd")
     with pytest.raises(UsageError, match="anonymous"):
         run.stage.renew(shared)
+
+
+def test_the_best_of_many_draws_has_to_do(tmp_path: Path) -> None:
+    """Near the point where CMA is handed out, ordinary and CMA pages come by turns."""
+    run = Run(tmp_path, CudaBackend(lambda n: CMA if n % 5 == 0 else 0))
+    run.stage.buffer(pages=4, place="unpinnable", backing="memfd")
+    [made] = run.events("buffer")
+    assert sum(count for _, count, place in made["pages"]["place"] if place == "cma") == 1
+    assert "12 draws" in made["search"]["helped"]

@@ -17,7 +17,7 @@ from regrepro.errors import Unmet, UsageError
 from regrepro.errors import errno_name as name_of
 from regrepro.record import Encoded, RecordWriter, encoded
 from regrepro.scenario import Change, Value
-from regrepro.stage import buffers, pins, series
+from regrepro.stage import buffers, own_pin, pins, series
 from regrepro.stage.backend import (
     PAGE_SIZE,
     PIN_OWNERS,

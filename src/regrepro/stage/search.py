@@ -45,6 +45,8 @@ _PROBE = 64 * _MIB
 _KEEP_FREE = 96 * _MIB
 # Under pressure the counters lag and CPUs keep free pages to themselves: so often pressure is renewed.
 _PRESSES = 6
+# Draws of memory that cannot be put together page by page, before the best of them has to do.
+_DRAWS = 12
 
 _HOW_TO_PLACE = (
     "use --place online-movable, which makes unpinnable memory of a memory block for this run, "
@@ -188,10 +190,17 @@ class Search:
             chunk = min(2 * chunk, _LARGEST_CHUNK)
 
     def draw(self, allocate: Callable[[], Range]) -> Range:
-        """Return memory that happens to lie as wanted: drawn whole, again and again."""
+        """Return memory that happens to lie as wanted: drawn whole, again and again.
+
+        Where all of it is to be unpinnable, and no draw of `_DRAWS` was so, the one with the most such pages:
+        near the point where the kernel begins to hand out CMA it takes ordinary pages by turns.
+        """
         numpy = self._numpy
+        whole = all(self._wanted.pattern)
+        best: Range | None = None
+        most, draws, ballast = 0, 0, _FIRST_CHUNK
         with self._on_best_node():
-            while self._room() >= self._length:
+            while self._room() >= self._length and not (best is not None and draws >= _DRAWS):
                 if self._wants_unpinnable:
                     self._press(self._length)
                 memory = allocate()
@@ -202,9 +211,21 @@ class Search:
                 special, ordinary = self._wanted.right(state, True), self._wanted.right(state, False)
                 self._found[True] += int(numpy.isin(state.place, UNPINNABLE).sum())
                 self._found[False] += int((state.place == ORDINARY).sum())
-                if numpy.where(self._special, special, ordinary).all():
+                right = int(numpy.where(self._special, special, ordinary).sum())
+                if right == len(special):
                     self._held.remove(memory)
                     return memory
+                draws += 1
+                if whole and right > most:
+                    best, most = memory, right
+                if not self._wants_unpinnable and self._room() > ballast:
+                    # Where movable memory is handed out first it has to be filled before.
+                    self._touch(ballast)
+                    ballast = min(2 * ballast, _LARGEST_CHUNK)
+        if best is not None:
+            self._helped = f"{draws} draws were made, none wholly so; this one has the most pages that are"
+            self._held.remove(best)
+            return best
         raise self._unmet({True: numpy.flatnonzero(self._special), False: numpy.flatnonzero(~self._special)})
 
     def _room(self) -> int:
