@@ -26,7 +26,7 @@ from regrepro.stage import own_pin
     timeout=180,
 )
 def pin_contract(stage: Stage) -> None:
-    """Pin unpinnable pages by CUDA, a stand-in or --option by=FILE.py:FUNCTION: does it move them out first?"""
+    """Pin unpinnable pages by CUDA, a stand-in or --option by=FILE.py:FUNCTION: does it move them out?"""
     buffer = stage.buffer(pages=16, place="unpinnable")
     inner = range(4, 12)  # the pages beside them are not pinned, and must not move
     offset, length = inner.start * stage.page_size, len(inner) * stage.page_size
