@@ -138,6 +138,8 @@ class Reader:
             if made is None:
                 continue
             what, result, ok = made(event)
+            if event.get("stand_in"):
+                what += f" [stand-in: {event['stand_in']}]"
             seconds = event.get("t")
             yield Step(
                 float(seconds) if isinstance(seconds, (int, float)) else 0.0, kind, what, result, ok, event
@@ -174,7 +176,9 @@ class Reader:
     def _release(self, event: Mapping[str, Any]) -> tuple[str, str, bool | None]:
         same = event.get("checksum_before") == event.get("checksum_after")
         kept = ""
-        if event.get("checksum_before") is not None:
+        if event.get("checksum_before") is not None and event.get("checksum_after") is None:
+            kept = ", its memory is gone with it"
+        elif event.get("checksum_before") is not None:
             kept = ", no byte of the buffer changed" if same else ", the buffer's bytes CHANGED"
         return (
             f"release pin {event.get('pin')}",
@@ -203,7 +207,8 @@ class Reader:
         return f"{event.get('file')}:{event.get('line')}", f"{event.get('type')}: {event.get('text')}", False
 
     def _step(self, event: Mapping[str, Any]) -> tuple[str, str, bool | None]:
-        return str(event.get("name")), "", None
+        told = _STEPS.get(str(event.get("name")))
+        return told(event) if told is not None else (str(event.get("name")), "", None)
 
     def _movement(self, event: Mapping[str, Any]) -> str:
         before, after = self.state(event.get("before")), self.state(event.get("after"))
@@ -244,6 +249,56 @@ class Reader:
                 add(f"before registration {number}", self.state(event.get("before")))
                 add(f"after registration {number}: {errno or 'OK'}", self.state(event.get("after")))
         return list(_told(made))
+
+
+def _cuda_memory(event: Mapping[str, Any]) -> tuple[str, str, bool | None]:
+    """What the memory is that CUDA made or pinned: section 9's question, by observation."""
+    what = f"{event.get('call')}, buffer {event.get('buffer')}: {event.get('length')} bytes"
+    pointer = words.mapping_of(event.get("pointer"))
+    said = f"CUDA calls it {pointer.get('type') or pointer.get('error') or 'nothing'} memory"
+    if event.get("page_kind") is None:
+        return what, said, None
+    places = words.mapping_of(event.get("places"))
+    lie = ", ".join(f"{count} {place}" for place, count in places.items()) or "places not known"
+    line = " ".join(str(event.get("vma") or "no mapping").split())
+    return what, f"{event['page_kind']} pages ({lie}); mapping {line}; {said}", None
+
+
+def _nccl_registration(event: Mapping[str, Any]) -> tuple[str, str, bool | None]:
+    what = (
+        f"{event.get('connection')} connection, {event.get('direction')}, {event.get('protocol')}: "
+        f"{event.get('length')} bytes of {event.get('memory')} memory, {event.get('mr')} MR"
+    )
+    outcome = str(event.get("outcome"))
+    result = str(event.get("errno") or outcome) + (f": {event['why']}" if event.get("why") else "")
+    if event.get("cached"):
+        result += ", found in the MR cache"
+    return what, result, {"registered": True, "failed": False}.get(outcome)
+
+
+def _dmabuf_export(event: Mapping[str, Any]) -> tuple[str, str, bool | None]:
+    what = f"dma-buf of buffer {event.get('buffer')}: {event.get('length')} bytes"
+    errno = event.get("errno")
+    return what, f"{errno}: {event.get('message')}" if errno else "OK", not errno
+
+
+def _checkpoint_rate(event: Mapping[str, Any]) -> tuple[str, str, bool | None]:
+    low, high = (*words.list_of(event.get("interval_95")), None, None)[:2]
+    around = f" ({100 * low:.0f} to {100 * high:.0f} % at 95 %)" if _are_numbers(low, high) else ""
+    result = f"{event.get('failed')} of {event.get('rounds')} failed{around}"
+    return f"rate, {event.get('setting')}", result, None
+
+
+def _are_numbers(*values: object) -> bool:
+    return all(isinstance(value, (int, float)) for value in values)
+
+
+_STEPS = {
+    "cuda-memory": _cuda_memory,
+    "nccl-registration": _nccl_registration,
+    "dmabuf-export": _dmabuf_export,
+    "checkpoint-rate": _checkpoint_rate,
+}
 
 
 def _told(made: list[tuple[str, PageState, Spans]]) -> Iterator[Moment]:
