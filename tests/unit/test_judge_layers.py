@@ -116,6 +116,10 @@ CASES: dict[str, tuple[Record, tuple[str, str]]] = {
         failed("ENOMEM", returns(("nvidia_p2p_get_pages", -12))),
         ("peer-memory", "observed"),
     ),
+    "no byte at the begin of a page": (
+        failed("EINVAL", returns(("rxe_reg_user_mr", -22)), length=0),
+        ("arguments", "observed"),
+    ),
     "2^46 bytes": (
         failed("EINVAL", returns(("__ib_umem_get_va", -22), ("rxe_reg_user_mr", -22)), length=1 << 46),
         ("arguments", "observed"),
@@ -353,3 +357,32 @@ def test_an_earlier_batch_that_moved_is_not_the_failing_one() -> None:
     assert judge_record(record)["verdicts"][0]["verdict"] == "reproduced"
     events.append({"t": 0.9, "tracepoint": "mm_migrate_pages", "fields": fields})
     assert judge_record(record)["verdicts"][0]["verdict"] == "other-failure"
+
+
+@pytest.mark.parametrize(
+    "lost", [{"misses": 1}, {"overrun": 5}, {"status": "spoiled", "why": "events were lost"}]
+)
+def test_lost_events_never_count_as_did_not_happen(lost: dict[str, Any]) -> None:
+    """Each of these is named because a function was not called: with events lost, nobody knows."""
+    for errno, keys in (("EINVAL", {}), ("EOPNOTSUPP", {}), ("ENOMEM", {})):
+        whole = failed(errno, returns(("rxe_reg_user_mr", -22)), **keys)
+        gap = failed(errno, returns(("rxe_reg_user_mr", -22)) | lost, **keys)
+        assert layer(whole)[0] in ("mkey", "arguments"), errno
+        name, how = layer(gap)
+        assert (name == "unknown" or how == "inferred") and how != "observed", (errno, name, how)
+    limits = UNCAPABLE | {"limits": {"memlock_soft": 0, "memlock_hard": 0}}
+    assert layer(failed("EPERM", UMEM_EARLY, node=limits))[1] == "observed"
+    assert layer(failed("EPERM", UMEM_EARLY | lost, node=limits))[1] == "inferred"
+
+
+def test_a_step_tells_the_mapping_as_it_is_at_the_call() -> None:
+    builder = Builder()
+    builder.memory_map()
+    builder.begin("fault", contract="none", expects={"none": "other-failure"}, controls={}, needs=())
+    builder.buffer(state(OUT), place="any", placed="as-allocated", **vma("rw-p"))
+    builder.event("step", name="read-only", buffer=1, **vma("r--p"))
+    builder.register(state(OUT), state(OUT), errno="EFAULT", trace=PIN_FAILED)
+    builder.event("step", name="writable", buffer=1, **vma("rw-p"))
+    builder.end()
+    verdict = judge_record(builder.done())["verdicts"][0]
+    assert "read-only" in verdict["reason"]

@@ -58,3 +58,46 @@ def test_a_neighbour_that_moved_as_well_proves_nothing() -> None:
 
 def test_a_pin_that_the_kernel_saw_ask_for_no_long_term_proves_nothing() -> None:
     assert verdict(record((5000, 5000), asked("FOLL_WRITE"))) == ("unmet", None)
+
+
+# What is said of a pin that stayed
+
+
+def stayed(*, references: int, compared: tuple[list[int], list[int]] | None) -> str:
+    """The contract of a pin whose pages stayed, beside an io_uring pin: its PFNs before and after."""
+    builder = build.Builder()
+    builder.memory_map()
+    builder.begin(controls={"longterm-pin": "pin=longterm"})
+    pinned = build.state(INSIDE, references)
+    builder.buffer(build.state(INSIDE))
+    builder.pin(build.state(INSIDE), pinned)
+    builder.register(pinned, pinned, errno="ENOMEM", pins=[1])
+    builder.release(build.state(INSIDE))
+    builder.end()
+    if compared is not None:
+        before, after = compared
+        builder.begin(control="longterm-pin", controls={"longterm-pin": "pin=longterm"})
+        builder.buffer(build.state(before))
+        state = build.state(after, 1025)
+        builder.pin(build.state(before), state, kind="longterm", owner="io-uring")
+        builder.register(state, state, pins=[1])
+        builder.release(build.state(after))
+        builder.end()
+    [item] = judge.judge_record(builder.done())["verdicts"]
+    return str(item["evidence"]["pin_contract"]["value"]["1"]["contract"])
+
+
+def test_a_pin_is_plain_where_a_long_term_pin_would_have_moved_its_pages() -> None:
+    assert stayed(references=1025, compared=(INSIDE, OUTSIDE)) == "plain"
+
+
+def test_where_no_pin_moves_a_page_nothing_is_said() -> None:
+    assert stayed(references=1025, compared=(INSIDE, INSIDE)) == "unknown"
+
+
+def test_without_a_long_term_pin_beside_it_nothing_is_said() -> None:
+    assert stayed(references=1025, compared=None) == "unknown"
+
+
+def test_a_page_that_bears_no_pin_was_perhaps_never_pinned() -> None:
+    assert stayed(references=1, compared=(INSIDE, OUTSIDE)) == "unknown"

@@ -8,7 +8,7 @@ from regrepro.judge import rules
 from regrepro.judge.facts import Facts, Pass, Registration
 from regrepro.judge.layers import Layer
 from regrepro.judge.pagestate import PageState
-from regrepro.judge.rules import Case, pin_contract
+from regrepro.judge.rules import Case, measured_contract
 from regrepro.judge.spans import Spans
 
 OBSERVED, INFERRED, STAND_IN, MISSING = "observed", "inferred", "stand-in", "missing"
@@ -53,7 +53,7 @@ def gather(facts: Facts, run: Pass, registration: Registration | None, layer: La
         str(pin.id): {"contract": contract.kind, "why": contract.why}
         for pin in run.pins.values()
         if pin.errno is None
-        for contract in [pin_contract(run.buffers[pin.buffer], pin)]
+        for contract in [measured_contract(facts, run, pin)]
     }
     if contracts:
         found["pin_contract"] = _item(contracts, INFERRED, "movement of the pages when each pin was taken")

@@ -87,6 +87,7 @@ class Registration:
     limits: Mapping[str, Any] = field(default_factory=dict)
     pages_unknown: str = ""
     deregistered: int | None = None
+    watched: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def succeeded(self) -> bool:
@@ -149,6 +150,7 @@ class Pass:
     variant: str
     control: str | None
     begun: bool = False
+    watched: bool = False  # a failure of somebody's program that `watch` caught
     first_seq: int | None = None
     last_seq: int | None = None
     file: str = ""
@@ -287,6 +289,7 @@ KNOWN = frozenset(
         "register",
         "register-many",
         "registered",
+        "watch",
         "deregistered",
         "deregister-many",
         "release",
@@ -387,6 +390,7 @@ def _of_a_pass(current: Pass, facts: Facts, kind: str, seq: int, event: Mapping[
         current.declared = _mapping(event.get("declared"))
         current.contract = _text(event.get("contract"))
         current.change = _text(event.get("change"))
+        current.watched = isinstance(event.get("watched"), Mapping)
     elif kind == "unmet":
         current.unmet = current.unmet or event
     elif kind == "exception":
@@ -521,6 +525,7 @@ def _register(current: Pass, facts: Facts, seq: int, event: Mapping[str, Any]) -
             spans,
             limits,
             _text(event.get("pages_unknown")),
+            watched={key: event[key] for key in ("stuck", "plain_pins") if key in event},
         )
     )
 

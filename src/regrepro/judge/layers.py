@@ -107,8 +107,12 @@ class Call:
     @property
     def locked_before(self) -> int:
         """Pages of this pass' own registrations that were still there (`mm->pinned_vm` counts at least
-        these).
+        these); of another's process, what the kernel counted itself (`VmPin`).
         """
+        limits = self.registration.limits.get("limits")
+        counted = whole_number(limits.get("vmpin")) if isinstance(limits, Mapping) else None
+        if self.run.watched and counted is not None:
+            return counted // self.page
         return sum(
             Call(self.facts, self.run, other, self.buffer).pages or 0
             for other in self.run.registrations

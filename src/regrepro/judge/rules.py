@@ -21,6 +21,9 @@ PIN_BIAS = 1024
 TRANSIENT = 1
 """A page in a per-CPU LRU batch (mm/swap.c) has one reference more, and so has one in the swap cache."""
 
+UNASKED = ("cuda", "own-code")
+"""Owners that may be unable to say whether their pin still holds: its references must."""
+
 OK, MISSING, CONTRADICTED = "ok", "missing", "contradicted"
 
 
@@ -201,7 +204,7 @@ def not_alive(case: Case, pin: Pin) -> str:
     for when, alive in zip(("before", "after"), answers, strict=True):
         if alive is False:
             return f"pin {pin.id} ({pin.owner}) was not alive {when} the registration"
-        if alive is None and not (pin.owner == "cuda" and pin.kind != "get"):
+        if alive is None and not (pin.owner in UNASKED and pin.kind != "get"):
             return f"pin {pin.id} ({pin.owner}) was not seen to be alive {when} the registration"
     return ""
 
@@ -556,3 +559,32 @@ def pin_contract(buffer: Buffer, pin: Pin) -> Contract:
     neighbours = before.unpinnable - pin.spans
     beside = f", the {neighbours.total} unpinned ones beside them stayed" if neighbours else ""
     return Contract("longterm", f"the pin moved its {moved.total} unpinnable pages out first{beside}", moved)
+
+
+def measured_contract(facts: Facts, run: Pass, pin: Pin) -> Contract:
+    """What a pin's movement says of it, with what only the rest of the run can tell.
+
+    "Did not move" also fits a page that was never pinned, and every pin on a kernel before 5.13: the pin's
+    own references must stand on its pages, and where this run took a FOLL_LONGTERM pin by io_uring on
+    unpinnable pages, that must have moved them.
+    """
+    contract = pin_contract(run.buffers[pin.buffer], pin)
+    if contract.kind != "plain" or pin.after is None:
+        return contract
+    least = 1 if pin.kind == "get" else PIN_BIAS
+    bare = contract.spans - held_now(pin.after, run.buffers[pin.buffer], contract.spans, least)
+    if bare:
+        return Contract("unknown", f"page {bare} stayed, but bears no reference of a pin", contract.spans)
+    compared = [
+        pin_contract(other.buffers[its.buffer], its).kind
+        for other in facts.passes
+        for its in other.pins.values()
+        if its.errno is None and its.kind == "longterm" and its.owner == "io-uring" and its is not pin
+    ]
+    if "longterm" in compared:
+        return Contract("plain", f"{contract.why}, and a FOLL_LONGTERM pin moved such pages", contract.spans)
+    if "plain" in compared:
+        why = "its pages stayed, but on this kernel those of a FOLL_LONGTERM pin stay as well"
+        return Contract("unknown", why, contract.spans)
+    why = "its pages stayed, and no FOLL_LONGTERM pin was taken beside it that would have moved them"
+    return Contract("unknown", why, contract.spans)

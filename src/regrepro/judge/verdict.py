@@ -13,6 +13,7 @@ from regrepro.judge.facts import Facts, Pass, Pin, RecordLike, Registration, col
 from regrepro.judge.layers import Layer, blocked_in_device, classify, classify_pin, memory_cgroup
 from regrepro.judge.rules import CONTRADICTED, Case, Check, Contract, pin_contract
 from regrepro.judge.spans import Spans
+from regrepro.judge.watched import CAUGHT, judge_watched
 
 SCHEMA = "regrepro.verdicts/1"
 RECORD_SCHEMA = "regrepro.record/1"
@@ -30,6 +31,8 @@ class Verdict:
     layer: Layer | None = None
     checks: list[Check] = field(default_factory=list)
     unmet: list[dict[str, str]] = field(default_factory=list)
+    bug_class: dict[str, Any] | None = None
+    pin_owner: str | None = None
 
 
 def judge_record(record: RecordLike) -> dict[str, Any]:
@@ -74,7 +77,7 @@ def exit_code(verdicts: Mapping[str, Any], expect_declared: bool = False) -> int
             return EXIT_REPRODUCED
         undecided = undecided or any(item.get("as_declared") is not True for item in items)
         return EXIT_UNDECIDED if undecided else EXIT_DECIDED
-    if REPRODUCED in names:
+    if REPRODUCED in names or CAUGHT in names:
         return EXIT_REPRODUCED
     if OTHER_FAILURE in names:
         return EXIT_OTHER_FAILURE
@@ -156,9 +159,27 @@ def _decide(
     if registration is None:
         why, how = "no registration was tried", "let the scenario register its buffer"
         return _unmet("registration", why, how), _controls(facts, main, None, others)
+    if main.watched:
+        return _caught(facts, main, registration), []
     if registration.succeeded:
         return _decide_success(facts, main, registration, others)
     return _decide_failure(facts, main, registration, others)
+
+
+def _caught(facts: Facts, main: Pass, registration: Registration) -> Verdict:
+    """A failure of somebody's program: this bug as far as it can be told without trying again, or another."""
+    found = judge_watched(facts, main, registration)
+    if not found.state:
+        return Verdict(OTHER_FAILURE, found.reason, layer=found.layer, checks=found.checks)
+    bug = {"name": "B", "state": found.state, "missing": found.missing}
+    return Verdict(
+        CAUGHT,
+        found.reason,
+        layer=found.layer,
+        checks=found.checks,
+        bug_class=bug,
+        pin_owner=found.pin_owner,
+    )
 
 
 def _broken(facts: Facts, run: Pass) -> Verdict | None:
@@ -278,6 +299,8 @@ def _reproduced_because(case: Case) -> str:
     if owner == "cuda":
         driver = case.facts.node.get("nvidia_driver") or "of unknown version"
         return f"NVIDIA driver {driver} pins without FOLL_LONGTERM: {what} its pin kept {count} from moving"
+    if owner == "own-code":
+        return f"{case.plain[0].api} pins without FOLL_LONGTERM: {what} its pin kept {count} from moving"
     return (
         f"this kernel, with this placement, is susceptible: {what} {held} by {owner} kept {count} from moving"
     )
@@ -392,6 +415,8 @@ def _basis(case: Case, checks: list[Check]) -> Verdict:
         whose = (
             f"NVIDIA driver {case.facts.node.get('nvidia_driver') or 'of unknown version'}"
             if pin.owner == "cuda"
+            else pin.api
+            if pin.owner == "own-code"
             else pin.owner
         )
         reason = f"{what}: the pin of {whose} asked for FOLL_LONGTERM ({contract.why})"
@@ -630,7 +655,7 @@ def _written(
 ) -> dict[str, Any]:
     from regrepro.judge.evidence import gather
 
-    owner = _pin_owner(main, registration)
+    owner = verdict.pin_owner or _pin_owner(main, registration)
     item: dict[str, Any] = {
         "scenario": main.scenario,
         "variant": main.variant,
@@ -648,6 +673,8 @@ def _written(
         "checks": [{"name": c.name, "state": c.state, "text": c.text} for c in verdict.checks],
         "unmet": verdict.unmet,
     }
+    if verdict.bug_class is not None:
+        item["class"] = verdict.bug_class
     if owner == "cuda":
         item["driver"] = facts.node.get("nvidia_driver")
     item["as_declared"] = as_declared(item)

@@ -258,8 +258,7 @@ class Stage:
                 trace=None,
                 stand_in=None,
                 **where,
-                **self._pages("before", buffer, state),
-                **self._pages("after", buffer, state),
+                **(self._pages("before", buffer, state) | self._pages("after", buffer, state)),
             )
             return made
         before = self._look(buffer, counts=True)
@@ -299,8 +298,7 @@ class Stage:
             trace=trace,
             stand_in=owner if owner not in ("cuda", own_pin.OWNER) else None,
             **where,
-            **self._pages("before", buffer, before),
-            **self._pages("after", buffer, after),
+            **(self._pages("before", buffer, before) | self._pages("after", buffer, after)),
         )
         if made.errno in _NOT_OFFERED and owner in PIN_OWNERS.values():
             raise Unmet(
@@ -381,8 +379,10 @@ class Stage:
             ],
             trace=trace,
             stand_in=registrar.stand_in,
-            **self._pages("before", buffer, before.state, inferred=before.inferred),
-            **self._pages("after", buffer, after.state, inferred=after.inferred),
+            **(
+                self._pages("before", buffer, before.state, inferred=before.inferred)
+                | self._pages("after", buffer, after.state, inferred=after.inferred)
+            ),
         )
         return made
 
@@ -417,8 +417,10 @@ class Stage:
             succeeded=made.succeeded,
             errno=made.errno,
             **facts,
-            **self._pages("before", buffer, before),
-            **self._pages("after", buffer, self._look(buffer, counts=False)),
+            **(
+                self._pages("before", buffer, before)
+                | self._pages("after", buffer, self._look(buffer, counts=False))
+            ),
         )
         return made
 

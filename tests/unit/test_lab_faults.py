@@ -1,0 +1,122 @@
+"""The table of planted faults: which boots it takes, what a cell says, and when one is wrong."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import record_builder as build
+from click.testing import CliRunner
+
+from regrepro.errors import EnvironmentProblem
+from regrepro.lab import faults as engine
+from regrepro.lab.commands import lab
+from regrepro.lab.progress import Silent
+from regrepro.views import faults as view
+
+NAMES = ("access_flags", "vanishing_device", "zero_page")
+KERNEL_WAIT = "[<0>] ib_uverbs_remove_one+0x1c4/0x1e0 [ib_uverbs]"
+
+
+def write_record(directory: Path, kernel: str, names: list[str], *, blocks: str = "") -> None:
+    """Write what a guest would: each scenario as declared, until one blocks."""
+    directory.mkdir(parents=True)
+    builder = build.Builder(kernel=f"{kernel}.1-amd64")
+    builder.header["run"]["names"] = names
+    builder.memory_map()
+    for name in names:
+        expects = {
+            "access_flags": {"verdict": "other-failure", "layer": "arguments", "errno": "EINVAL"},
+            "vanishing_device": {"verdict": "other-failure", "layer": "device"},
+            "zero_page": {"verdict": "not-reproduced", "basis": "kernel"},
+        }[name]
+        builder.begin(name, contract="none", expects={"none": expects}, controls={}, needs=())
+        pages = build.state(build.OUT)
+        builder.buffer(pages, place="any", placed="as-allocated")
+        if name == blocks:
+            builder.end("blocked", where=KERNEL_WAIT)
+            break
+        failing = {
+            "access_flags": {"errno": "EINVAL", "access": ["REMOTE_WRITE"]},
+            "vanishing_device": {"errno": "EIO"},
+            "zero_page": {},
+        }[name]
+        builder.register(pages, pages, **{"trace": build.trace(), **failing})
+        builder.end()
+    record = builder.done()
+    lines = [record.header, *record.events]
+    (directory / "record.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.fixture
+def boots(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[str, ...]]]:
+    """Replace the machine by one that blocks in `vanishing_device` on 6.1; return what is booted."""
+    made: list[tuple[str, tuple[str, ...]]] = []
+
+    def lab_run(names: Any, options: Any, lab_options: Any, out: Path, tell: Any) -> Path:
+        made.append((lab_options.kernel, tuple(names)))
+        blocks = "vanishing_device" if lab_options.kernel == "6.1" else ""
+        write_record(out, lab_options.kernel, list(names), blocks=blocks)
+        return out
+
+    monkeypatch.setattr(engine, "lab_run", lab_run)
+    return made
+
+
+def test_a_blocked_guest_is_ended_and_the_next_goes_on(
+    tmp_path: Path, boots: list[tuple[str, tuple[str, ...]]]
+) -> None:
+    plan = engine.Plan(NAMES, ("7.3", "6.1"))
+    table = engine.run_faults(plan, tmp_path, Silent())
+    assert boots == [("7.3", NAMES), ("6.1", NAMES), ("6.1", ("zero_page",))]
+    rows = {fault["scenario"]: fault["cells"] for fault in table["faults"]}
+    assert view.text(rows["vanishing_device"]["6.1"]) == "device (blocked)"
+    assert view.text(rows["vanishing_device"]["7.3"]) == "device (EIO)"
+    assert view.text(rows["zero_page"]["6.1"]) == "succeeds (kernel)"
+    assert engine.exit_code(table) == 0
+    assert json.loads((tmp_path / "faults.json").read_text()) == table
+    assert [column["release"] for column in table["kernels"]] == ["7.3.1-amd64", "6.1.1-amd64"]
+    # What was run is kept.
+    boots.clear()
+    engine.run_faults(plan, tmp_path, Silent())
+    assert boots == []
+
+
+def test_a_guest_that_begins_nothing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "lab_run", lambda *args: args[3].mkdir(parents=True))
+    with pytest.raises(EnvironmentProblem, match="no fault was begun"):
+        engine.run_faults(engine.Plan(NAMES, ("7.3",)), tmp_path, Silent())
+
+
+def test_a_wrong_cell_is_shown_as_wrong(tmp_path: Path, boots: list[Any]) -> None:
+    plan = engine.Plan(NAMES, ("7.3",))
+    table = engine.run_faults(plan, tmp_path, Silent())
+    cell = table["faults"][0]["cells"]["7.3"]
+    cell["as_declared"] = False
+    assert view.text(cell) == "WRONG: arguments (EINVAL)"
+    assert engine.exit_code(table) == 10
+    markdown = view.markdown(table)
+    assert "| `access_flags` | **WRONG: arguments (EINVAL)** |" in markdown
+    assert "3 cells: 2 as declared, 1 wrong, 0 undecided, 0 with an unknown layer." in markdown
+    terminal = io.StringIO()
+    view.show(table, terminal)
+    assert "access_flags on 7.3: " in terminal.getvalue()
+    table["faults"][0]["cells"]["7.3"] = None
+    assert engine.exit_code(table) == 125
+    assert view.text(None) == "not run"
+
+
+def test_the_command_shows_what_was_run(tmp_path: Path, boots: list[Any]) -> None:
+    run = CliRunner().invoke
+    given = [*NAMES, "--kernel", "7.3", "--out", str(tmp_path)]
+    done = run(lab, ["faults", *given, "--format", "markdown", "--quiet"])
+    assert done.exit_code == 0, done.output
+    assert "| fault | 7.3 (7.3.1-amd64) |" in done.output
+    assert f"regrepro lab faults {' '.join(NAMES)} --kernel 7.3" in done.output
+    assert run(lab, ["faults", *given, "--show", "--format", "markdown"]).output == done.output
+    assert json.loads(run(lab, ["faults", *given, "--show", "--format", "json"]).output)["faults"]
+    missing = run(lab, ["faults", *given[:-1], str(tmp_path / "none"), "--show"])
+    assert missing.exit_code != 0
