@@ -205,12 +205,14 @@ def test_a_refusal_is_recorded_with_cuda_s_own_name(tmp_path: Path) -> None:
 
 
 def test_draws_that_do_not_fit_are_given_back(tmp_path: Path) -> None:
-    backend = CudaBackend(lambda n: CMA if n >= 8 else 0)
+    backend = CudaBackend(lambda n: CMA if n >= 1000 else 0)
     run = Run(tmp_path, backend)
     pin = run.stage.cuda.host_alloc(pages=4, place="unpinnable")
-    assert run.events("buffer")[0]["search"]["draws"] == 3
+    search = run.events("buffer")[0]["search"]
+    assert search["draws"] == 2, "what is handed out before the memory wanted is taken after a draw"
+    assert search["touched"] >= 4 << 20
     assert backend.the_cuda is not None
-    assert len(backend.the_cuda.freed) == 2
+    assert len(backend.the_cuda.freed) == 1
     assert pin.buffer.address not in backend.the_cuda.freed
 
 

@@ -485,10 +485,7 @@ class _Draws(Search):
                     return drawn
                 self._held.append(drawn.memory)
                 self._touched += self._length
-                if not self._wants_unpinnable and self._room() > ballast:
-                    # Where movable memory is handed out first it has to be filled before.
-                    self._touch(ballast)
-                    ballast = min(2 * ballast, 64 << 20)
+                ballast = self._move_on(ballast)
         kind = self._wanted.kind if self._wants_unpinnable else "ordinary"
         raise Unmet(
             kind,

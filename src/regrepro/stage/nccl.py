@@ -325,7 +325,7 @@ class Connection:
             outcome=outcome or ("registered" if made else "failed"),
             errno=made.errno if made is not None else None,
             **({"why": why} if why else {}),
-            stand_in=self._stand_in(),
+            stand_in=self._stand_in() if part.protocol in PROTOCOLS else None,
         )
 
 

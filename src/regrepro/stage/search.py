@@ -218,15 +218,19 @@ class Search:
                 draws += 1
                 if whole and right > most:
                     best, most = memory, right
-                if not self._wants_unpinnable and self._room() > ballast:
-                    # Where movable memory is handed out first it has to be filled before.
-                    self._touch(ballast)
-                    ballast = min(2 * ballast, _LARGEST_CHUNK)
+                if not right or not self._wants_unpinnable:
+                    ballast = self._move_on(ballast)
         if best is not None:
             self._helped = f"{draws} draws were made, none wholly so; this one has the most pages that are"
             self._held.remove(best)
             return best
         raise self._unmet({True: numpy.flatnonzero(self._special), False: numpy.flatnonzero(~self._special)})
+
+    def _move_on(self, ballast: int) -> int:
+        """Take `ballast` bytes of what is handed out before what is wanted; return how many to take next."""
+        if self._room() > ballast:
+            self._touch(ballast)
+        return min(2 * ballast, _LARGEST_CHUNK)
 
     def _room(self) -> int:
         """Return how many more bytes the search may touch now."""
