@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from regrepro.errors import RegreproError, Unmet, errno_name
 from regrepro.stage.backend import (
+    ORDINARY,
     PAGE_SIZE,
     UNPINNABLE,
     Backend,
@@ -56,6 +57,8 @@ _NOT_WRITTEN_BACK = {
     0x01021997: "9p",
     0x794C7630: "overlay",
 }
+# Of the memory, while huge pages are made of all the rest: for small pages, and for the guest to live on.
+_LEAVE_SMALL, _KEEP_FREE = 512 << 20, 128 << 20
 _UDMABUF_CREATE = 0x40187542  # _IOW('u', 0x42, struct udmabuf_create), include/uapi/linux/udmabuf.h
 _F_ADD_SEALS, _F_SEAL_SHRINK = 1033, 0x2  # include/uapi/linux/fcntl.h
 
@@ -277,43 +280,62 @@ class Faults:
     def no_huge_page_to_move_to(self) -> Iterator[Buffer]:
         """Make a buffer of one huge page in ZONE_MOVABLE while there is none outside, and none to be made.
 
-        Every huge page that the kernel can make is made and mapped. In the control those outside are given
-        back first. Lab only: the machine has hardly any memory left meanwhile.
+        First most of the memory is made into huge pages. Of what is left, one page in each stretch of a huge
+        page's size is pinned for long, so that no huge page can be made of it any more. Then the last ones
+        are made, and all of them are mapped. In the control the others are given back first, and nothing is
+        pinned. Lab only.
         """
         self._in_lab("taking all memory as huge pages")
         size = default_huge_page_size()
-        count_file = Path("/proc/sys/vm/nr_hugepages")
-        held: list[Range] = []
+        pool = _HugePages(self._stage.backend, size)
+        scattered: list[Range] = []
+        pins: list[HeldPin] = []
         try:
-            for _ in range(3):  # each try compacts memory anew
-                count_file.write_text(str(self._stage.backend.available_memory() // size + len(held)))
-            made = int(count_file.read_text())
-            for _ in range(made):
-                try:
-                    memory = self._stage.backend.allocate(size, "hugetlb")
-                    held.append(memory)
-                    memory.populate()
-                except OSError:
-                    break
-            chosen = next((memory for memory in held if self._is_unpinnable(memory)), None)
+            pool.grow(max(0, self._stage.backend.available_memory() - _LEAVE_SMALL) // size)
+            chosen = next((memory for memory in pool.mapped if self._is_movable_zone(memory)), None)
             if chosen is None:
-                why = f"none of {made} huge pages lies in ZONE_MOVABLE"
+                why = f"none of {len(pool.mapped)} huge pages lies in ZONE_MOVABLE"
                 raise Unmet("movable-zone", why, "boot with movablecore=512M on a kernel with hugetlbfs")
-            held.remove(chosen)
-            if not self.planted:
-                while held:
-                    held.pop().close()
-            self._step("huge-pages", size=size, made=made, mapped=len(held) + 1)
+            pool.mapped.remove(chosen)
+            if self.planted:
+                scattered = self._scatter(size)
+                pins += [self._stage.backend.hold("longterm", one.address, one.length) for one in scattered]
+                pool.grow(self._stage.backend.available_memory() // size)
+            else:
+                pool.give_back()
+            self._step("huge-pages", size=size, mapped=len(pool.mapped) + 1, free=pool.free())
             yield self._stage.adopt(chosen, "hugetlb", place="unpinnable", placed="gather")
         finally:
-            for memory in held:
-                memory.close()
-            # What is still mapped then becomes surplus, and goes when it is unmapped.
-            count_file.write_text("0")
+            for pin in pins:
+                pin.release()
+            for one in scattered:
+                one.close()
+            pool.close()
 
-    def _is_unpinnable(self, memory: Range) -> bool:
-        state = self._stage.backend.snapshot(memory.address, memory.length, counts=False)
-        return state is not None and readable(state) and bool((state.place[:1] == UNPINNABLE[-1]).all())
+    def _scatter(self, size: int) -> list[Range]:
+        """Return pages of which one lies in each stretch of `size` bytes of ordinary memory, gathered."""
+        import numpy
+
+        backend = self._stage.backend
+        pages = max(0, backend.available_memory() - _KEEP_FREE) // PAGE_SIZE
+        memory = backend.allocate(pages * PAGE_SIZE, "anonymous")
+        try:
+            memory.populate()
+            state: Any = backend.snapshot(memory.address, memory.length, counts=False)
+            if state is None or not readable(state):
+                raise Unmet("page-state", "where pages lie cannot be read here", "run as root")
+            ordinary = numpy.flatnonzero((state.place == ORDINARY) & (state.pfn != 0))
+            _, first = numpy.unique(state.pfn[ordinary] // (size // PAGE_SIZE), return_index=True)
+            chosen = memory.address + ordinary[first].astype(numpy.uint64) * PAGE_SIZE
+            target = backend.reserve(max(1, len(chosen)) * PAGE_SIZE)
+            backend.gather(chosen.astype(numpy.uint64), target.address)
+            return [target]
+        finally:
+            memory.close()
+
+    def _is_movable_zone(self, memory: Range) -> bool:
+        state = self._stage.backend.snapshot(memory.address, PAGE_SIZE, counts=False)
+        return state is not None and readable(state) and bool((state.place == UNPINNABLE[-1]).all())
 
     # dma-buf
 
@@ -413,6 +435,7 @@ class Faults:
         try:
             for node in nodes:
                 node.chmod(0o600)
+                _link_by_number(node)
             self._step("no-permission", nodes=[str(node) for node in nodes], user=_NOBODY)
             yield
         finally:
@@ -440,6 +463,43 @@ class Faults:
         finally:
             _new_link(name, netdev)
             self._step("device-made", device=name)
+
+
+class _HugePages:
+    """The kernel's pool of huge pages, and those of it that are mapped here."""
+
+    _COUNT = Path("/proc/sys/vm/nr_hugepages")
+
+    def __init__(self, backend: Backend, size: int) -> None:
+        self._backend = backend
+        self._size = size
+        self._before = int(self._COUNT.read_text(encoding="ascii"))
+        self.mapped: list[Range] = []
+
+    def grow(self, pages: int) -> None:
+        """Have the kernel make so many more, as far as it can, and map every one that is free."""
+        have = int(self._COUNT.read_text(encoding="ascii"))
+        self._COUNT.write_text(str(have + pages), encoding="ascii")
+        for _ in range(self.free()):
+            memory = self._backend.allocate(self._size, "hugetlb")
+            self.mapped.append(memory)
+            memory.populate()
+
+    @staticmethod
+    def free() -> int:
+        """Return how many huge pages are in the pool, and not in use."""
+        text = Path("/proc/meminfo").read_text(encoding="ascii")
+        return int(text.partition("HugePages_Free:")[2].split()[0])
+
+    def give_back(self) -> None:
+        """Unmap all that are mapped here; they stay in the pool."""
+        while self.mapped:
+            self.mapped.pop().close()
+
+    def close(self) -> None:
+        """Unmap, and have the pool as it was. What is still in use goes when it is unmapped."""
+        self.give_back()
+        self._COUNT.write_text(str(self._before), encoding="ascii")
 
 
 class _With:
@@ -477,6 +537,19 @@ class _AsNobody:
         raise RuntimeError("nothing is registered here")
 
     def close(self) -> None: ...
+
+
+def _link_by_number(node: Path) -> None:
+    """Make the link /dev/char/MAJOR:MINOR that udev makes, where there is no udev.
+
+    libibverbs opens the device by it when it could not by its name (open_cdev_robust(), util/open_cdev.c), and
+    gives back the errno of that.
+    """
+    number = node.stat().st_rdev
+    link = Path(f"/dev/char/{os.major(number)}:{os.minor(number)}")
+    with suppress(FileExistsError):
+        link.parent.mkdir(exist_ok=True)
+        link.symlink_to(node)
 
 
 @contextmanager
