@@ -51,7 +51,7 @@ VERBS_PACKAGES=(ibverbs-providers libibverbs1 python3-pyverbs)
 # initramfs is made of a static busybox; kmod, iproute2 (with `rdma`) and udev set the guest up; apt and dpkg fetch
 # and unpack kernels, and the keyring is what they are verified with.
 lab_packages() {
-	echo "$(qemu_package)" busybox-static file kmod iproute2 udev apt dpkg zstd debian-archive-keyring
+	echo "$(qemu_package)" busybox-static file kmod iproute2 udev apt dpkg libarchive-tools zstd debian-archive-keyring
 }
 # What the checks of scripts/test and the baselines of scripts/bench need.
 LINT_PACKAGES=(cppcheck shellcheck)

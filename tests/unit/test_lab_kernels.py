@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import gzip
 import json
 import os
+import shutil
 import struct
 import time
 from collections.abc import Callable, Sequence
@@ -293,6 +295,70 @@ def test_an_unpacked_package(kernels: Kernels, tmp_path: Path, merged: bool, bes
     assert (kernel.modules / "kernel/a.ko").exists()
     assert (tmp_path / "deb" / ("usr/lib" if merged else "lib") / "modules/6.9.1-x/kernel/a.ko").exists()
     assert not list((tmp_path / "deb").rglob("modules.dep")), "the user's tree was written to"
+
+
+def make_rpm(path: Path, files: dict[str, bytes]) -> None:
+    """Write an .rpm: lead, empty signature and header, and a gzipped cpio archive (rpm's file format 3)."""
+    empty = bytes.fromhex("8eade801000000000000000000000000")
+    lead = bytes.fromhex("edabeedb0300000000ff") + path.stem.encode()[:65].ljust(66, b"\0")
+    lead += bytes.fromhex("00010005") + bytes(16)
+    payload = b""
+    for number, (name, content) in enumerate([*files.items(), ("TRAILER!!!", b"")], start=1):
+        named = f"./{name}".encode() + b"\0" if name != "TRAILER!!!" else b"TRAILER!!!\0"
+        fields = (number, 0o100644, 0, 0, 1, 0, len(content), 0, 0, 0, 0, len(named), 0)
+        entry = b"070701" + b"".join(b"%08x" % field for field in fields) + named
+        payload += entry.ljust(-(-len(entry) // 4) * 4, b"\0")
+        payload += content.ljust(-(-len(content) // 4) * 4, b"\0")
+    path.write_bytes(lead + empty + empty + gzip.compress(payload))
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_a_split_rpm(tmp_path: Path, folder: bool) -> None:
+    for tool in ("bsdtar", "depmod"):
+        if shutil.which(tool, path=os.environ["PATH"] + ":/usr/sbin:/sbin") is None:
+            pytest.skip(f"{tool} is not installed")
+    release = "6.12.0-124.el10.x86_64"
+    where = tmp_path / "rpms"
+    where.mkdir()
+    make_rpm(
+        where / f"kernel-core-{release}.rpm",
+        {
+            f"lib/modules/{release}/vmlinuz": bzimage(release),
+            f"lib/modules/{release}/config": b"CONFIG_X86=y\nCONFIG_CMA=y\n",
+            f"lib/modules/{release}/modules.order": b"kernel/a.ko\n",
+        },
+    )
+    make_rpm(
+        where / f"kernel-modules-core-{release}.rpm", {f"lib/modules/{release}/kernel/a.ko": b"no module"}
+    )
+    make_rpm(where / "kernel-modules-core-6.12.0-1.el10.x86_64.rpm", {"lib/modules/older/kernel/b.ko": b""})
+    given = where if folder else where / f"kernel-core-{release}.rpm"
+    kernel = Kernels(tmp_path / "cache", Notes()).get(str(given))
+    assert (kernel.release, kernel.has_option("CONFIG_CMA")) == (release, True)
+    assert kernel.modules is not None
+    assert (kernel.modules / "kernel/a.ko").read_bytes() == b"no module"
+    assert (kernel.modules / "modules.dep").exists()
+
+
+def test_an_rpm_that_is_none(tmp_path: Path) -> None:
+    if shutil.which("bsdtar") is None:
+        pytest.skip("bsdtar is not installed")
+    rpm = tmp_path / "kernel-core-6.12.rpm"
+    rpm.write_bytes(b"nothing")
+    with pytest.raises(EnvironmentProblem, match=r"kernel-core-6\.12\.rpm cannot be unpacked"):
+        Kernels(tmp_path / "cache", Notes()).get(str(rpm))
+    make_rpm(rpm, {"usr/share/doc/a": b""})
+    with pytest.raises(UsageError, match="holds no kernel image"):
+        Kernels(tmp_path / "cache", Notes()).get(str(rpm))
+
+
+def test_without_bsdtar_an_rpm_is_refused_in_words(
+    kernels: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module.shutil, "which", lambda name, **_: None)
+    (tmp_path / "kernel-core-6.12.rpm").write_bytes(b"")
+    with pytest.raises(EnvironmentProblem, match=r"bsdtar is not installed.*libarchive-tools"):
+        kernels.get(str(tmp_path / "kernel-core-6.12.rpm"))
 
 
 def test_an_image_in_boot_of_a_root(kernels: Kernels, tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ from regrepro.options import format_size
 
 _SERIES = re.compile(r"\d+\.\d+")
 _KEPT_FILE = "kernel.json"
+_PACKAGE_OF = {"dpkg": "dpkg", "bsdtar": "libarchive-tools"}
 HOW_TO_NAME = "a series such as 6.12, `latest`, `host`, or the path of an image; see `regrepro lab kernels`"
 
 
@@ -130,14 +131,14 @@ class Kernels:
         """Return the kernel that a name stands for; download it if need be.
 
         `name` is `latest`, a series (`6.12`), a release or version on offer, `host`, or a path: an image
-        beside its modules, a build tree, an unpacked package or a .deb. Raises `UsageError` for a name that
-        means nothing, `EnvironmentProblem` when the kernel cannot be had.
+        beside its modules, a build tree, an unpacked package, a .deb or an .rpm. Raises `UsageError` for a
+        name that means nothing, `EnvironmentProblem` when the kernel cannot be had.
         """
         if name == "host":
             return self._host()
         if (
             "/" in name
-            or name.endswith(".deb")
+            or name.endswith((".deb", ".rpm"))
             or name[:1] == "."
             or (name[:1].isalpha() and Path(name).exists())
         ):
@@ -389,6 +390,8 @@ class Kernels:
             raise UsageError(f"there is no kernel at {path}", hint=HOW_TO_NAME)
         if path.suffix == ".deb":
             return self._import_deb(path)
+        if path.suffix == ".rpm":
+            return self._import_rpm(path)
         if path.is_dir():
             return self._from_directory(path)
         if not os.access(path, os.R_OK):
@@ -416,11 +419,15 @@ class Kernels:
         debs = sorted(path.glob("linux-binary-*.deb")) or sorted(path.glob("linux-image-*.deb"))
         if debs:
             return self._import_deb(debs[-1])
+        rpms = sorted(path.glob("kernel*-core-*.rpm")) or sorted(path.glob("kernel-[0-9]*.rpm"))
+        if rpms:
+            return self._import_rpm(max(rpms, key=lambda rpm: version_key(rpm.name)))
         releases = sorted(_releases_in(path), key=version_key)
         if not releases:
             raise UsageError(
                 f"{path} holds no kernel",
-                why="there is no lib/modules/RELEASE with a vmlinuz, no built tree with .config, and no .deb",
+                why="there is no lib/modules/RELEASE with a vmlinuz, no built tree with .config, and no "
+                ".deb or .rpm",
                 hint=HOW_TO_NAME,
             )
         release = releases[-1]
@@ -440,11 +447,44 @@ class Kernels:
                 for other in [deb.with_name(f"linux-{part}-{match[2]}_{match[3]}.deb")]
                 if other.exists()
             ]
-        if shutil.which("dpkg") is None:
+        return self._import_package(
+            deb,
+            files,
+            tool="dpkg",
+            hint="give the linux-image, or the linux-binary with linux-modules beside it",
+        )
+
+    def _import_rpm(self, rpm: Path) -> Kernel:
+        """Unpack an .rpm, with the other parts of a split kernel where they lie beside it.
+
+        Fedora and RHEL split it into kernel-core, kernel-modules-core and kernel-modules (also as
+        kernel-rt-core, kernel-64k-core, …); `make rpm-pkg` and SUSE make one package.
+        """
+        match = re.fullmatch(
+            r"(kernel(?:-[a-z0-9]+)*?)-(core|modules-core|modules|modules-extra|modules-internal)-(\d.*)\.rpm",
+            rpm.name,
+        )
+        files = [rpm]
+        if match:
+            files = [
+                other
+                for part in ("core", "modules-core", "modules", "modules-extra", "modules-internal")
+                for other in [rpm.with_name(f"{match[1]}-{part}-{match[3]}.rpm")]
+                if other.exists()
+            ]
+        return self._import_package(
+            rpm,
+            files,
+            tool="bsdtar",
+            hint="give kernel-core with kernel-modules-core and kernel-modules beside it",
+        )
+
+    def _import_package(self, package: Path, files: list[Path], *, tool: str, hint: str) -> Kernel:
+        if shutil.which(tool) is None:
             raise EnvironmentProblem(
-                f"{deb.name} cannot be unpacked",
-                why="dpkg is not installed",
-                hint="unpack it and give the directory",
+                f"{package.name} cannot be unpacked",
+                why=f"{tool} is not installed",
+                hint=f"install the package {_PACKAGE_OF[tool]}, or unpack it and give the directory",
             )
         place = self._place_of_import([str(file) for file in files], files)
         with self._lock(place.name):
@@ -454,11 +494,8 @@ class Kernels:
                     tree = _unpack(files, scratch / "tree")
                     releases = _releases_in(tree)
                     if not releases:
-                        raise UsageError(
-                            f"{deb} holds no kernel image",
-                            hint="give the linux-image, or the linux-binary with linux-modules beside it",
-                        )
-                    self._keep(tree, releases[0], place, scratch, f"package {deb}")
+                        raise UsageError(f"{package} holds no kernel image", hint=hint)
+                    self._keep(tree, releases[0], place, scratch, f"package {package}")
         return _read_kept(place)
 
     def _import(self, root: Path, release: str, origin: str, source: str) -> Kernel:
@@ -544,7 +581,11 @@ def _run(command: list[str], what: str) -> None:
 def _unpack(files: list[Path], tree: Path) -> Path:
     _made(tree)
     for file in files:
-        _run(["dpkg", "-x", str(file), str(tree)], f"{file.name} cannot be unpacked")
+        # bsdtar reads an .rpm's payload, however it is packed, and writes only below the tree, as dpkg does.
+        command = ["dpkg", "-x", str(file), str(tree)]
+        if file.suffix == ".rpm":
+            command = ["bsdtar", "-x", "--no-same-owner", "-f", str(file), "-C", str(tree)]
+        _run(command, f"{file.name} cannot be unpacked")
         if file.parent.parent == tree.parent:
             file.unlink()  # our own download: makes room for the next
     return tree
