@@ -8,7 +8,7 @@ from pathlib import Path
 from regrepro import Stage, change, scenario
 
 sys.path.insert(0, str(Path(__file__).parent))
-from measure_registrations import COUNT, LARGE, SMALL
+from measure_registrations import COUNT, LARGE, SERIES, SMALL, STEPS
 
 
 @scenario(
@@ -26,10 +26,16 @@ def registrations(stage: Stage) -> None:
         return
     for length in (LARGE, SMALL):
         buffer = stage.buffer(length=length)
-        started = time.perf_counter()
-        for _ in range(COUNT):
-            stage.register(buffer).deregister()
-        stage.step("loop", length=length, count=COUNT, seconds=time.perf_counter() - started)
+        for way in (SERIES, STEPS):
+            started = time.perf_counter()
+            if way == SERIES:
+                if not stage.register_many(buffer, COUNT):
+                    raise RuntimeError("a registration was refused")
+            else:
+                for _ in range(COUNT):
+                    stage.register(buffer).deregister()
+            seconds = time.perf_counter() - started
+            stage.step("loop", way=way, length=length, count=COUNT, seconds=seconds)
 
 
 def _is_second_pass() -> bool:
