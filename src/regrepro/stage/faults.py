@@ -629,7 +629,11 @@ def written_back(in_lab: bool) -> str:
     for directory in ("/var/tmp", tempfile.gettempdir(), str(Path.home())):
         kind = _file_system(directory)
         if kind is not None and kind not in _NOT_WRITTEN_BACK:
-            return directory
+            # 9p passes on the type of the host's file system (v9fs_statfs), and a guest may not write there.
+            if os.access(directory, os.W_OK):
+                return directory
+            tried.append(f"{directory} cannot be written to")
+            continue
         tried.append(f"{directory} is {_NOT_WRITTEN_BACK.get(kind or 0, 'not readable')}")
     if not in_lab:
         raise Unmet("file-system", "; ".join(tried), "set TMPDIR to a directory on a disk")
