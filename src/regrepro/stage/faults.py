@@ -542,8 +542,8 @@ class _AsNobody:
 def _link_by_number(node: Path) -> None:
     """Make the link /dev/char/MAJOR:MINOR that udev makes, where there is no udev.
 
-    libibverbs opens the device by it when it could not by its name (open_cdev_robust(), util/open_cdev.c), and
-    gives back the errno of that.
+    libibverbs opens the device by it when it could not by its name (open_cdev_robust(), util/open_cdev.c),
+    and gives back the errno of that.
     """
     number = node.stat().st_rdev
     link = Path(f"/dev/char/{os.major(number)}:{os.minor(number)}")
