@@ -116,6 +116,11 @@ CASES: dict[str, tuple[Record, tuple[str, str]]] = {
         failed("ENOMEM", returns(("nvidia_p2p_get_pages", -12))),
         ("peer-memory", "observed"),
     ),
+    "on-demand paging that uverbs refuses": (
+        failed("EINVAL", trace(), access=["LOCAL_WRITE", "ON_DEMAND"]),
+        ("arguments", "inferred"),
+    ),
+    "no cause in sight": (failed("EINVAL", trace(), access=["LOCAL_WRITE"]), ("unknown", "missing")),
     "no byte at the begin of a page": (
         failed("EINVAL", returns(("rxe_reg_user_mr", -22)), length=0),
         ("arguments", "observed"),

@@ -45,6 +45,8 @@ _NOT_RECORDED = object()
 ENOMEM, EFAULT, EINVAL, EPERM, EOPNOTSUPP = -12, -14, -22, -1, -95
 # Access flags that ib_access_writable (include/rdma/ib_verbs.h) counts.
 WRITES = frozenset({"LOCAL_WRITE", "REMOTE_WRITE", "REMOTE_ATOMIC", "MW_BIND"})
+# Those that a device must have a capability for (ib_check_mr_access there).
+SPECIAL = frozenset({"ON_DEMAND", "HUGETLB", "ZERO_BASED", "FLUSH_GLOBAL", "FLUSH_PERSISTENT"})
 
 
 @dataclass(frozen=True)
@@ -173,6 +175,11 @@ def arguments(call: Call) -> Layer | None:
         )
     if access & {"REMOTE_WRITE", "REMOTE_ATOMIC"} and "LOCAL_WRITE" not in access:
         return Layer("arguments", "remote write without local write is refused", "inferred", source)
+    special = access & SPECIAL
+    if reg.errno == "EINVAL" and special and trace.complete and not trace.driver() and trace.absent(fn.GUP):
+        names = ", ".join(sorted(special))
+        why = f"uverbs refuses the access flags ({names}) before it asks the driver"
+        return Layer("arguments", why, "inferred", source)
     if reg.errno in ("EOPNOTSUPP", "ENOTSUP") and (trace.absent(fn.GUP) or "ON_DEMAND" in access):
         how = "observed" if trace.absent(fn.GUP) else "inferred"
         source = "rxe_reg_user_mr, drivers/infiniband/sw/rxe/rxe_verbs.c; ib_check_mr_access"

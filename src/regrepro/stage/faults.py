@@ -48,15 +48,9 @@ _CAPABILITY_VERSION_3 = 0x20080522
 _NOBODY = 65534
 _MAP_FIXED_NOREPLACE = 0x100000  # include/uapi/asm-generic/mman-common.h, since 4.17; a hint before
 _PR_SET_DUMPABLE = 4
-# File systems that keep their pages in memory only, or do not let a file be written by a shared mapping
-# (include/uapi/linux/magic.h): a page of theirs needs no dirty tracking, so it may be pinned for long.
-_NOT_WRITTEN_BACK = {
-    0x01021994: "tmpfs",
-    0x858458F6: "ramfs",
-    0x958458F6: "hugetlbfs",
-    0x01021997: "9p",
-    0x794C7630: "overlay",
-}
+# File systems that keep their pages in memory only, or do not let a file be written by a shared mapping: a page
+# of theirs needs no dirty tracking, so it may be pinned for long. An overlay's files may lie on one of them.
+_NOT_WRITTEN_BACK = ("tmpfs", "ramfs", "devtmpfs", "hugetlbfs", "rootfs", "9p", "overlay", "proc", "sysfs")
 # Of the memory, while huge pages are made of all the rest: for small pages, and for the guest to live on.
 _LEAVE_SMALL, _KEEP_FREE = 512 << 20, 128 << 20
 _UDMABUF_CREATE = 0x40187542  # _IOW('u', 0x42, struct udmabuf_create), include/uapi/linux/udmabuf.h
@@ -377,7 +371,7 @@ class Faults:
                     request[0:4] = memory.to_bytes(4, "little")
                     request[4:8] = (1).to_bytes(4, "little")
                     request[16:24] = (pages * PAGE_SIZE).to_bytes(8, "little")
-                    made = fcntl.ioctl(device, _UDMABUF_CREATE, bytes(request), False)  # type: ignore[assignment]
+                    made = fcntl.ioctl(device, _UDMABUF_CREATE, request)
             except OSError as error:
                 why = f"/dev/udmabuf: {error.strerror or error}"
                 raise Unmet("udmabuf", why, "use a kernel with CONFIG_UDMABUF") from None
@@ -628,24 +622,27 @@ def written_back(in_lab: bool) -> str:
     tried = []
     for directory in ("/var/tmp", tempfile.gettempdir(), str(Path.home())):
         kind = _file_system(directory)
-        if kind is not None and kind not in _NOT_WRITTEN_BACK:
-            # 9p passes on the type of the host's file system (v9fs_statfs), and a guest may not write there.
-            if os.access(directory, os.W_OK):
-                return directory
-            tried.append(f"{directory} cannot be written to")
-            continue
-        tried.append(f"{directory} is {_NOT_WRITTEN_BACK.get(kind or 0, 'not readable')}")
+        if kind not in _NOT_WRITTEN_BACK and os.access(directory, os.W_OK):
+            return directory
+        tried.append(f"{directory} is {kind}, or cannot be written to")
     if not in_lab:
         raise Unmet("file-system", "; ".join(tried), "set TMPDIR to a directory on a disk")
     return _loop_file_system()
 
 
-def _file_system(directory: str) -> int | None:
-    """Return the magic number of a directory's file system (statfs(2): the first word)."""
-    answer = (ctypes.c_long * 64)()
-    if _libc.statfs(directory.encode(), answer):
-        return None
-    return int(answer[0]) & 0xFFFFFFFF
+def _file_system(directory: str) -> str:
+    """Return the type of the file system that a directory lies on, as /proc/self/mounts calls it.
+
+    statfs(2) would not do: 9p passes on the type of the host's file system (`v9fs_statfs`).
+    """
+    path = os.path.realpath(directory)
+    best, kind = "", "unknown"
+    for line in Path("/proc/self/mounts").read_text(encoding="utf-8", errors="replace").splitlines():
+        place, its_kind = line.split()[1:3]
+        inside = path == place or path.startswith(place.rstrip("/") + "/")
+        if inside and len(place) >= len(best):
+            best, kind = place, its_kind
+    return kind
 
 
 def _loop_file_system() -> str:
