@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import record_builder as build
 from click.testing import CliRunner
@@ -78,6 +79,9 @@ def test_a_blocked_guest_is_ended_and_the_next_goes_on(
     assert view.text(rows["zero_page"]["6.1"]) == "succeeds (kernel)"
     assert engine.exit_code(table) == 0
     assert json.loads((tmp_path / "faults.json").read_text()) == table
+    schema = json.loads((Path(engine.__file__).parents[1] / "schema/faults-1.json").read_text())
+    jsonschema.Draft202012Validator.check_schema(schema)
+    jsonschema.validate(table, schema)
     assert [column["release"] for column in table["kernels"]] == ["7.3.1-amd64", "6.1.1-amd64"]
     # What was run is kept.
     boots.clear()

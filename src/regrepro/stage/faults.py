@@ -49,7 +49,7 @@ _NOBODY = 65534
 _MAP_FIXED_NOREPLACE = 0x100000  # include/uapi/asm-generic/mman-common.h, since 4.17; a hint before
 _PR_SET_DUMPABLE = 4
 # File systems that keep their pages in memory only, or do not let a file be written by a shared mapping: a
-# page of theirs needs no dirty tracking, so it may be pinned for long. The files of an overlay may lie on one.
+# page of theirs needs no dirty tracking, so it may be pinned for long. The files of an overlay may lie on it.
 _NOT_WRITTEN_BACK = ("tmpfs", "ramfs", "devtmpfs", "hugetlbfs", "rootfs", "9p", "overlay", "proc", "sysfs")
 # Of the memory, while huge pages are made of all the rest: for small pages, and for the guest to live on.
 _LEAVE_SMALL, _KEEP_FREE = 512 << 20, 128 << 20
