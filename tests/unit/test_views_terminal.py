@@ -195,3 +195,22 @@ def test_evidence_names_how_each_piece_is_known() -> None:
     ):
         assert part in text
     assert text.count(" ok ") >= 9
+
+
+def test_what_a_pin_promises_is_told_also_where_the_rest_is_not_proven() -> None:
+    record = build.longterm_record()
+    verdicts = judge_record(record)
+
+    def said() -> str:
+        out = io.StringIO()
+        terminal.show(verdicts, record, "runs/1", file=out)
+        return words(out.getvalue())
+
+    verdicts["verdicts"][0]["evidence"]["pin_contract"]["value"] = {
+        "1": {"contract": "plain", "why": "its pages stayed"},
+        "2": {"contract": "unknown", "why": "nobody looked"},
+    }
+    assert "no FOLL_LONGTERM: its pages stayed" in said()
+    assert "nobody looked" not in said()
+    verdicts["verdicts"][0] |= {"verdict": "unmet", "unmet": [{"need": "trace", "why": "off", "how": ""}]}
+    assert "no FOLL_LONGTERM: its pages stayed" in said()

@@ -219,6 +219,7 @@ def _proof(item: Mapping[str, Any], width: int) -> list[Line]:
         ("placement", words.placement(evidence)),
         ("pin", words.pin(evidence)),
         ("flags", words.flags(evidence)),
+        ("contract", words.contract(evidence)),
         ("references", words.references(evidence)),
         ("movement", words.movement(evidence)),
         ("registrar", words.registrar(evidence)),
@@ -252,13 +253,15 @@ def _picture(drawn: picture.Picture, width: int) -> list[Line]:
 def _lacks(item: Mapping[str, Any], width: int) -> list[Line]:
     """All that was not met, where the reason names only the first."""
     entries = [words.mapping_of(entry) for entry in words.list_of(item.get("unmet"))]
-    if len(entries) < 2:
+    measured = words.contract(words.mapping_of(item.get("evidence")))
+    if len(entries) < 2 and not measured:
         return []
     lines: list[Line] = [[(f"{item.get('scenario')}: what is missing", "bold")]]
     for entry in entries:
         how = f" ({entry['how']})" if entry.get("how") else ""
         lines += _labelled(str(entry.get("need")), f"{entry.get('why')}{how}", width, 10)
-    return lines
+    # What needs no more than the pages themselves.
+    return lines + (_labelled("contract", measured, width, 10) if measured else [])
 
 
 def _checks(verdict: Mapping[str, Any], width: int) -> list[Line]:

@@ -102,6 +102,14 @@ def counts(value: object) -> str:
     return ", ".join(parts)
 
 
+def contract(evidence: Mapping[str, Any]) -> str:
+    """What the pins promised, measured by what they did to the pages; empty where that could not be told."""
+    pins = [mapping_of(pin) for pin in mapping_of(value_of(evidence, "pin_contract")).values()]
+    names = {"longterm": "FOLL_LONGTERM", "plain": "no FOLL_LONGTERM"}
+    told = [f"{names[kind]}: {pin.get('why')}" for pin in pins if (kind := str(pin.get('contract'))) in names]
+    return "; ".join(dict.fromkeys(told))
+
+
 def references(evidence: Mapping[str, Any]) -> str:
     """Return the reference counts before and after the registration."""
     value = value_of(evidence, "references")
