@@ -43,6 +43,7 @@ _ROOMS = {
     "compare": ("regrepro.compare.commands", "compare"),
     "report": ("regrepro.report.commands", "report"),
     "bundle": ("regrepro.bundle.commands", "bundle"),
+    "watch": ("regrepro.watch.commands", "watch"),
 }
 
 

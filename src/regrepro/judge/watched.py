@@ -1,7 +1,7 @@
 """The rules for a failure that `watch` caught: a program's own, of which nothing can be tried again.
 
-Without a release and without controls `reproduced` cannot be said. What can: the kernel's path, the pages that
-migrate_pages left behind, where they lay, and what they bore at that moment and a little later.
+Without a release and without controls `reproduced` cannot be said. What can: the kernel's path, the pages
+that migrate_pages left behind, where they lay, and what they bore at that moment and a little later.
 """
 
 from __future__ import annotations

@@ -1,0 +1,209 @@
+"""Copies of libibverbs on this node: which files processes have mapped, whatever container they live in.
+
+A copy is a file, known by device and inode. Its path leads through /proc/PID/root, so that a container's own
+copy is found, and is held open, so that it can still be attached to when that process is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import struct
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from regrepro.watch.program import VERBS, Library
+
+PROC = Path("/proc")
+_MAPPING = re.compile(
+    r"^[0-9a-f]+-[0-9a-f]+ ..x. [0-9a-f]+ (?P<device>[0-9a-f]+:[0-9a-f]+) (?P<inode>\d+)\s+"
+    r"(?P<path>/\S*libibverbs[^/\s]*\.so[^/]*?)(?P<gone> \(deleted\))?$",
+    re.MULTILINE,
+)
+_SHT_DYNSYM, _SHT_VERSYM = 11, 0x6FFFFFFF
+_HIDDEN = 0x8000  # a versioned symbol that is not the default one
+
+
+class NotElf(Exception):
+    """The file is no ELF file of this machine's word size and byte order, or is damaged."""
+
+
+@dataclass
+class Copy:
+    """One file that is libibverbs: how processes name it, and an open descriptor of it."""
+
+    key: tuple[int, int]  # device, inode
+    shown: str
+    fd: int
+    functions: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def library(self) -> Library:
+        """For the program; the path stays right while this process lives."""
+        return Library(f"/proc/{os.getpid()}/fd/{self.fd}", self.functions)
+
+    def close(self) -> None:
+        """Let the file go."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+def dynamic_functions(blob: bytes) -> dict[str, tuple[int, int]]:
+    """Return the functions that a 64-bit ELF library offers in their default version: name → address, size.
+
+    Raises NotElf.
+    """
+    try:
+        if blob[:6] != b"\x7fELF\x02" + (b"\x01" if struct.pack("=H", 1) == b"\x01\x00" else b"\x02"):
+            raise NotElf("no 64-bit ELF file of this byte order")
+        (table,) = struct.unpack_from("=Q", blob, 0x28)
+        size, count, _ = struct.unpack_from("=HHH", blob, 0x3A)
+        sections = [struct.unpack_from("=IIQQQQIIQQ", blob, table + size * i) for i in range(count)]
+        symbols = next((item for item in sections if item[1] == _SHT_DYNSYM), None)
+        if symbols is None:
+            raise NotElf("no dynamic symbols")
+        versions = next((item for item in sections if item[1] == _SHT_VERSYM), None)
+        strings = sections[symbols[6]][4]
+        found = {}
+        for index in range(symbols[5] // 24):
+            name, info, _, section, value, length = struct.unpack_from(
+                "=IBBHQQ", blob, symbols[4] + 24 * index
+            )
+            if info & 0xF not in (2, 10) or not section:  # STT_FUNC, STT_GNU_IFUNC; undefined
+                continue
+            if versions is not None:
+                (version,) = struct.unpack_from("=H", blob, versions[4] + 2 * index)
+                if version & _HIDDEN:
+                    continue
+            start = strings + name
+            found[blob[start : blob.index(b"\0", start)].decode(errors="replace")] = (value, length)
+    except (struct.error, IndexError, ValueError) as error:
+        raise NotElf(str(error)) from None
+    return found
+
+
+def verbs_in(blob: bytes) -> dict[str, int]:
+    """Return where a libibverbs' verbs that are followed begin, and ibv_reg_mr's size. Raises NotElf."""
+    known = dynamic_functions(blob)
+    found = {name: known[name][0] for name in VERBS.values() if name in known}
+    if "ibv_reg_mr" in known:
+        found["ibv_reg_mr:size"] = known["ibv_reg_mr"][1]
+    return found
+
+
+def mapped_copies(maps: str) -> Iterator[tuple[str, bool]]:
+    """Yield (path, deleted) of each libibverbs that is mapped to be run, in the text of /proc/PID/maps."""
+    seen = set()
+    for found in _MAPPING.finditer(maps):
+        if found["path"] not in seen:
+            seen.add(found["path"])
+            yield found["path"], bool(found["gone"])
+
+
+class Copies:
+    """The copies that were found, each once. `problems`: why one is not followed, by how it is shown."""
+
+    def __init__(self, proc: Path = PROC) -> None:
+        self._proc = proc
+        self.known: dict[tuple[int, int], Copy] = {}
+        self.problems: dict[str, str] = {}
+
+    def add_file(self, path: Path, shown: str) -> bool:
+        """Add a copy by its path; return whether it is a new one."""
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            self.problems[shown] = error.strerror or str(error)
+            return False
+        facts = os.fstat(fd)
+        key = facts.st_dev, facts.st_ino
+        if key in self.known:
+            os.close(fd)
+            return False
+        try:
+            functions = verbs_in(Path(f"/proc/self/fd/{fd}").read_bytes())
+        except (NotElf, OSError) as error:
+            self.problems[shown] = str(error)
+            os.close(fd)
+            return False
+        if not any(name in functions for name in VERBS.values()):
+            self.problems[shown] = "it has none of the functions that register memory"
+            os.close(fd)
+            return False
+        self.known[key] = Copy(key, shown, fd, functions)
+        return True
+
+    def look_at(self, pid: int) -> bool:
+        """Look for copies that a process has mapped; return whether there was a new one."""
+        try:
+            text = (self._proc / str(pid) / "maps").read_text(errors="replace")
+        except OSError:
+            return False  # it is gone, or it is a kernel thread
+        new = False
+        for path, deleted in mapped_copies(text):
+            if deleted:
+                # Its path leads to another file, if to any; the mapping itself still leads to it.
+                self.problems.setdefault(path, f"process {pid} runs a copy that was deleted or replaced")
+                continue
+            new = self.add_file(self._proc / str(pid) / "root" / path.lstrip("/"), f"{path} of {pid}") or new
+        return new
+
+    def look_everywhere(self) -> bool:
+        """Look at every process that has an RDMA device open; return whether there was a new copy."""
+        new = False
+        for pid in processes_with_device(self._proc):
+            new = self.look_at(pid) or new
+        return new
+
+    def libraries(self) -> list[Library]:
+        """All copies, for the program."""
+        return [copy.library for copy in self.known.values()]
+
+    def close(self) -> None:
+        """Let all files go."""
+        for copy in self.known.values():
+            copy.close()
+        self.known.clear()
+
+
+def processes_with_device(proc: Path = PROC) -> Iterator[int]:
+    """Yield the processes that have /dev/infiniband/uverbs* open, as far as they can be looked into."""
+    for entry in proc.iterdir():
+        if entry.name.isdigit() and devices_of(int(entry.name), proc):
+            yield int(entry.name)
+
+
+def devices_of(pid: int, proc: Path = PROC) -> list[str]:
+    """Return the names uverbsN of the RDMA devices that a process has open."""
+    found = set()
+    with suppress(OSError):
+        for link in (proc / str(pid) / "fd").iterdir():
+            with suppress(OSError):
+                name = re.search(r"/infiniband/(uverbs\d+)$", str(link.readlink()))
+                if name:
+                    found.add(name[1])
+    return sorted(found)
+
+
+def device_names(uverbs: Iterable[str]) -> list[str]:
+    """Return the RDMA devices' names of uverbsN, those that sysfs knows."""
+    names = []
+    for item in uverbs:
+        with suppress(OSError):
+            names.append(Path(f"/sys/class/infiniband_verbs/{item}/ibdev").read_text().strip())
+    return names
+
+
+def system_copies() -> list[Path]:
+    """Return the copies that this system's own linker would find, before any process has mapped one."""
+    places = ("/usr/lib/*-linux-gnu", "/lib/*-linux-gnu", "/usr/lib64", "/usr/lib", "/lib64")
+    found = {}
+    for place in places:
+        for path in Path("/").glob(f"{place.lstrip('/')}/libibverbs.so.1"):
+            with suppress(OSError):
+                facts = path.stat()
+                found[facts.st_dev, facts.st_ino] = path
+    return list(found.values())

@@ -1,0 +1,450 @@
+"""What is seen around a failure, and how it stands in the record (docs/record.md): a pass for each failure.
+
+`look()` is for the moment of the failure, while the process has its mapping; `record_events()` is for later,
+when the library has had its word, too.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from regrepro.core.verbs import access_names
+from regrepro.kernel import trace_tree
+from regrepro.kernel.kcore import Kcore, KcoreError
+from regrepro.kernel.memorymap import PLACE_NAMES, MemoryMap, read_memory_map
+from regrepro.kernel.pagestate import PageReader, PageState
+from regrepro.kernel.trace_flags import FlagNames
+from regrepro.watch import copies, process
+from regrepro.watch.events import Failure, Inner, PlainPin, StuckPage
+from regrepro.watch.functions import Functions
+from regrepro.watch.process import Process
+
+PAGE_SIZE: int = os.sysconf("SC_PAGE_SIZE")
+SCENARIO = "watch"
+# A longer range is looked at where the pin failed: the kernel pins it in parts (docs/verdicts.md).
+LOOK_LIMIT = 256 << 20
+MAP_SECONDS = 60.0  # after which a memory map is read anew before pages are placed by it
+LASTING_SECONDS = 0.25  # after which the references of pages that stayed are looked at once more
+UNKNOWN_ERRNO = "EUNKNOWN"
+_PIN_KEPT = 512
+_DECLARED: dict[str, Any] = {
+    "shows": "a registration of a program on this node failed",
+    "needs": [],
+    "expects": {},
+    "controls": {},
+    "profiles": [],
+    "timeout": 0,
+}
+
+
+@dataclass
+class Evidence:
+    """What was seen around one failure. `pages`: the page state of the range that was looked at."""
+
+    failure: Failure
+    process: Process
+    first: int = 0
+    length: int = 0
+    vma: str = ""
+    mappings: list[str] = field(default_factory=list)
+    pages: PageState | None = None
+    again: PageState | None = None
+    again_after: float = 0.0
+    pages_unknown: str = ""
+    stuck: list[dict[str, Any]] = field(default_factory=list)
+    memory: dict[str, Any] = field(default_factory=dict)
+    devices: list[str] = field(default_factory=list)
+    plain_pins: list[dict[str, Any]] = field(default_factory=list)
+    seconds: float = 0.0  # that the look took, from the failure's arrival on
+    lasting_due: float = 0.0  # time.monotonic()
+
+    @property
+    def stuck_or_enomem(self) -> bool:
+        """Whether pages may be held: then they are looked at once more."""
+        return bool(self.stuck) or self.failure.errno == "ENOMEM"
+
+
+class Observer:
+    """Looks at processes and pages. Keeps the memory map, and pins without FOLL_LONGTERM that were told."""
+
+    def __init__(self, functions: Functions, flags: FlagNames) -> None:
+        self._functions = functions
+        self._flags = flags
+        self.memory_map: MemoryMap = read_memory_map()
+        self._read_at = time.monotonic()
+        self._pins: dict[int, deque[PlainPin]] = {}
+        self._reader: PageReader | None = None
+        self.functions_missing = dict(functions.missing)
+
+    def remember(self, pin: PlainPin) -> None:
+        """Keep a pin without FOLL_LONGTERM for the failure that may follow."""
+        if len(self._pins) > 4096:
+            for pid in [pid for pid in self._pins if not (process.PROC / str(pid)).exists()]:
+                del self._pins[pid]
+        self._pins.setdefault(pin.pid, deque(maxlen=_PIN_KEPT)).append(pin)
+
+    def look(self, failure: Failure) -> Evidence:
+        """Look at the process of a failure now: first its pages, then the rest."""
+        begin = time.monotonic()
+        evidence = Evidence(failure, Process(failure.pid))
+        evidence.first, evidence.length = self._range(failure)
+        if evidence.length and not failure.dmabuf:
+            self._look_at_pages(evidence)
+        evidence.process = process.read_process(failure.pid)
+        evidence.devices = copies.device_names(copies.devices_of(failure.pid))
+        evidence.memory = process.node_memory()
+        evidence.stuck = list(self._stuck(failure.stuck))
+        evidence.plain_pins = self._pins_on(failure.pid, evidence.first, evidence.length)
+        evidence.seconds = time.monotonic() - begin
+        evidence.lasting_due = time.monotonic() + LASTING_SECONDS
+        return evidence
+
+    def look_again(self, evidence: Evidence) -> None:
+        """Look at the pages once more: a reference that is still there is no passing one."""
+        failure = evidence.failure
+        if evidence.pages is None:
+            return
+        try:
+            reader = PageReader(self.memory_map, failure.pid)
+            try:
+                state = reader.snapshot(evidence.first, evidence.length)
+            finally:
+                reader.close()
+        except OSError:
+            return
+        if state.pages and bool((state.pfn != 0).any()):
+            evidence.again = state
+            evidence.again_after = time.monotonic() - failure.since
+
+    def _range(self, failure: Failure) -> tuple[int, int]:
+        if failure.address is None or not failure.length or failure.length < 0:
+            return 0, 0
+        if failure.address + failure.length >= 1 << 64:
+            return 0, 0
+        if failure.length <= LOOK_LIMIT:
+            return failure.address, failure.length
+        part = next((item for item in reversed(failure.inner) if "nr_pages" in item.args), None)
+        if part is None:
+            return failure.address, LOOK_LIMIT
+        return part.args["start"], max(part.args["nr_pages"], 1) * PAGE_SIZE
+
+    def _look_at_pages(self, evidence: Evidence) -> None:
+        failure = evidence.failure
+        try:
+            reader = PageReader(self.memory_map, failure.pid)
+            try:
+                state = reader.snapshot(evidence.first, evidence.length)
+            finally:
+                reader.close()
+        except OSError as error:
+            evidence.pages_unknown = f"the pages could not be read: {error.strerror}"
+            return
+        finally:
+            problems: list[str] = []
+            maps = process._read(process.PROC / str(failure.pid) / "maps", problems)
+            if maps:
+                evidence.vma, evidence.mappings = process.vma_of(maps, evidence.first, evidence.length)
+        if not maps or not state.pages:
+            evidence.pages_unknown = (
+                f"process {failure.pid} was gone before its pages could be read"
+                if not maps
+                else "; ".join(state.problems) or "no page could be read"
+            )
+            return
+        if time.monotonic() - self._read_at > MAP_SECONDS:
+            self.refresh()
+            state.place = self.memory_map.classify(state.pfn)
+        evidence.pages = state
+
+    def refresh(self) -> None:
+        """Read the memory map anew: memory blocks change their zone, pageblocks are isolated."""
+        self.memory_map = read_memory_map()
+        self._read_at = time.monotonic()
+
+    def _stuck(self, pages: Iterable[StuckPage]) -> Iterator[dict[str, Any]]:
+        """The pages that migrate_pages left behind, with their PFNs and places."""
+        sections = self.memory_map.sections
+        if sections is None or not len(sections.coded_maps):
+            return
+        size = sections.layout.pages.page_struct_size
+        maps = np.unique(sections.coded_maps)
+        for page in pages:
+            # With SPARSEMEM_VMEMMAP one base serves all sections (include/asm-generic/memory_model.h).
+            if len(maps) == 1:
+                pfn, rest = divmod((page.address - int(maps[0])) & (1 << 64) - 1, size)
+            else:
+                pfn, rest = self._in_sections(page.address, size)
+            if rest or pfn >= 1 << 40:
+                continue
+            place = PLACE_NAMES[int(self.memory_map.classify(np.array([pfn], dtype=np.uint64))[0])]
+            yield {
+                "pfn": pfn,
+                "place": place,
+                "refcount": page.refcount,
+                "mapcount": page.mapcount + 1,  # the kernel counts from -1
+                "flags": page.flags & 0xFFFFFFFF,
+            }
+
+    def _in_sections(self, address: int, size: int) -> tuple[int, int]:
+        sections = self.memory_map.sections
+        assert sections is not None
+        for number, coded in zip(sections.numbers.tolist(), sections.coded_maps.tolist(), strict=True):
+            pfn, rest = divmod((address - coded) & (1 << 64) - 1, size)
+            if not rest and pfn >> sections.layout.section_shift == number:
+                return pfn, 0
+        return 0, 1
+
+    def _pins_on(self, pid: int, first: int, length: int) -> list[dict[str, Any]]:
+        end, found = first + length, []
+        for pin in self._pins.get(pid, ()):
+            start = pin.start // PAGE_SIZE * PAGE_SIZE
+            if start < end and start + pin.pages * PAGE_SIZE > first:
+                found.append(
+                    {
+                        "fn": pin.function,
+                        "start": pin.start,
+                        "nr_pages": pin.pages,
+                        "flags": self._flags.decode(pin.flags) if self._flags.values else None,
+                        "stack": pin.stack,
+                        "modules": modules_of(pin.stack),
+                        "tid": pin.tid,
+                        "ns_before": None,
+                    }
+                )
+        return found
+
+    def trace(self, failure: Failure, lost: int) -> dict[str, Any]:
+        """Return the kernel's account of a failure, as the tracer of `run` would (docs/record.md)."""
+        functions = self._functions
+        if not failure.function and not failure.inner:
+            why = "no handler of the kernel saw the request: libibverbs or the kernel's entry refused it"
+            return {
+                "status": "complete" if functions.entries and not lost else "spoiled",
+                "why": why if functions.entries else "the kernel's handlers are not followed",
+                "events": [],
+                "tree": [],
+                "missing": self._missing(),
+                "probed": self._probed(),
+                "probed_failures": self._probed_failures(),
+                "misses": 0,
+                "overrun": lost,
+            }
+        inner = [item for item in failure.inner if not self._of_something_else(item)]
+        begin = inner[0].ns if inner else failure.ns
+        events = [self._event(item, begin, failure.tid) for item in inner]
+        failed_pins = sum(1 for item in inner if "nr_pages" in item.args)
+        before = failure.pin_calls - failed_pins
+        if before > 0 and functions.pins:
+            done = {
+                "t": 0.0,
+                "tid": failure.tid,
+                "fn": functions.pins[0].name,
+                "ret": failure.pinned,
+                "caller": None,
+                "args": {},
+                "calls": before,
+            }
+            events.insert(0, done)
+        events.append(
+            {
+                "t": round((failure.ns - begin) / 1e9, 6),
+                "tid": failure.tid,
+                "fn": failure.function,
+                "ret": failure.ret,
+                "caller": None,
+            }
+        )
+        return {
+            "status": "spoiled" if lost else "complete",
+            "why": f"{lost} events were lost near this failure: what is absent may have happened"
+            if lost
+            else "",
+            "events": events,
+            "tree": self._tree(events, failure),
+            "missing": self._missing(),
+            "probed": self._probed(),
+            "probed_failures": self._probed_failures(),
+            "misses": 0,
+            "overrun": lost,
+            "flags_source": self._flags.source,
+        }
+
+    def _tree(self, events: list[dict[str, Any]], failure: Failure) -> list[dict[str, Any]]:
+        tree = trace_tree.build(events, failure.tid)
+        if any(item["fn"] == failure.function for item in tree):
+            return tree
+        name = trace_tree.errno_name(failure.ret)
+        root = {
+            "depth": 0,
+            "fn": failure.function,
+            "ret": failure.ret,
+            "errno": name,
+            "failing": True,
+            "text": f"{failure.function} = -{name}" if name else f"{failure.function} = {failure.ret}",
+        }
+        if not tree:
+            root["deepest"] = True
+        return [root, *({**item, "depth": item["depth"] + 1} for item in tree)]
+
+    def _of_something_else(self, item: Inner) -> bool:
+        """A migration that compaction made in this thread, on its search for free memory."""
+        return item.function == "migrate_pages" and item.args.get("reason") not in (
+            "longterm_pin",
+            "contig_range",
+        )
+
+    def _event(self, item: Inner, begin: int, tid: int) -> dict[str, Any]:
+        args = dict(item.args)
+        if "gup_flags" in args and self._flags.values:
+            args["flags"] = self._flags.decode(args["gup_flags"])
+        return {
+            "t": round((item.ns - begin) / 1e9, 6),
+            "tid": tid,
+            "fn": item.function,
+            "ret": item.ret,
+            "caller": None,
+            **({"args": args} if args else {}),
+        }
+
+    def _probed(self) -> list[str]:
+        pins = [item.name for item in self._functions.pins]
+        return pins if self._functions.entries else []
+
+    def _probed_failures(self) -> list[str]:
+        functions = self._functions
+        rest = [*functions.entries, *functions.drivers, *functions.inner]
+        if functions.migrate is not None:
+            rest.append(functions.migrate)
+        return [item.name for item in rest]
+
+    def _missing(self) -> list[dict[str, str]]:
+        return [{"fn": name, "why": why} for name, why in self.functions_missing.items()]
+
+
+def modules_of(stack: Iterable[str], kallsyms: dict[str, str] | None = None) -> list[str]:
+    """Return the modules whose functions stand in a stack, innermost first."""
+    known = _module_symbols() if kallsyms is None else kallsyms
+    modules = (known.get(frame.partition("+")[0]) for frame in stack)
+    return list(dict.fromkeys(item for item in modules if item))
+
+
+_symbols: dict[str, str] = {}
+
+
+def _module_symbols() -> dict[str, str]:
+    """Return function → module of all modules. Read once: a driver that is loaded later is read for anew."""
+    if not _symbols:
+        try:
+            for line in Path("/proc/kallsyms").read_text().splitlines():
+                if line.endswith("]"):
+                    words = line.split()
+                    _symbols.setdefault(words[2], words[3].strip("[]"))
+        except (OSError, IndexError):
+            pass
+    return _symbols
+
+
+def record_events(
+    evidence: Evidence, trace: dict[str, Any], name: str
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the events of one failure's pass: (type, keys)."""
+    failure, seen = evidence.failure, evidence.process
+    label = {"scenario": SCENARIO, "variant": name, "control": None}
+    yield (
+        "scenario-begin",
+        {
+            **label,
+            "file": "",
+            "declared": _DECLARED,
+            "contract": "none",
+            "body": SCENARIO,
+            "change": None,
+            "pid": failure.pid,
+            "watched": {
+                **seen.facts,
+                "pid": failure.pid,
+                "tid": failure.tid,
+                "comm": failure.comm,
+                "uid": failure.uid if failure.uid is not None else seen.facts.get("uid"),
+                "not_read": seen.problems,
+                "memory": evidence.memory,
+                "looked_after_seconds": round(evidence.seconds, 6),
+            },
+        },
+    )
+    buffer = None
+    state = evidence.pages.as_record() if evidence.pages is not None else None
+    if evidence.length and not failure.dmabuf:
+        buffer = 1
+        backing = process.backing_of(evidence.vma)
+        yield (
+            "buffer",
+            {
+                **label,
+                "buffer": buffer,
+                "address": evidence.first,
+                "length": evidence.length,
+                "page_size": PAGE_SIZE,
+                "backing": backing,
+                "owner": "host",
+                "place": "any",
+                "placed": "as-allocated",
+                "vma": evidence.vma or None,
+                "mappings": evidence.mappings[:16],
+                "pages": state,
+                **({"pages_unknown": evidence.pages_unknown} if evidence.pages_unknown else {}),
+                "stand_in": None,
+            },
+        )
+    after = evidence.again.as_record() if evidence.again is not None else None
+    yield (
+        "register",
+        {
+            **label,
+            "registration": 1,
+            "buffer": buffer,
+            "verb": failure.shown_verb,
+            "verb_how": "observed" if failure.verb else "inferred",
+            "device": evidence.devices[0] if len(evidence.devices) == 1 else None,
+            "devices_open": evidence.devices,
+            "address": failure.address,
+            "length": failure.length,
+            "iova": failure.iova,
+            "access": access_names(failure.access) if failure.access is not None else None,
+            "errno": failure.errno or UNKNOWN_ERRNO,
+            "errno_how": failure.errno_how,
+            "lkey": None,
+            "rkey": None,
+            "seconds": 0.0,
+            "before": state,
+            "after": after,
+            "after_seconds": round(evidence.again_after, 6) if evidence.again is not None else None,
+            "pins": [],
+            "trace": trace,
+            "limits": seen.limits,
+            **({"capabilities": seen.capabilities} if seen.capabilities is not None else {}),
+            **({"pages_unknown": evidence.pages_unknown} if evidence.pages_unknown else {}),
+            "stuck": evidence.stuck,
+            "plain_pins": evidence.plain_pins,
+            "library_silent": failure.user_missing,
+            "stand_in": None,
+        },
+    )
+    yield "scenario-end", {**label, "outcome": "finished", "seconds": round(evidence.seconds, 6)}
+
+
+def kernel_memory_readable() -> str:
+    """Return why reference counts cannot be read, "" where they can."""
+    try:
+        Kcore().close()
+    except (OSError, KcoreError) as error:
+        return str(error)
+    return ""

@@ -1,0 +1,302 @@
+"""Kernel functions to follow: which of them this kernel has, and how each can be followed.
+
+A function that BTF describes is followed by a trampoline at its entry and exit (fentry, fexit: bpftrace's
+`kfunc`, `kretfunc`), which costs a tenth of a kprobe and shows arguments at the return; any other by a kprobe
+and a kretprobe. Sources: /proc/kallsyms, /sys/kernel/btf.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from regrepro.kernel.btf import Btf, BtfError
+from regrepro.kernel.trace_probes import DRIVERS, POINTS, Returns
+
+KALLSYMS = Path("/proc/kallsyms")
+BTF_DIRECTORY = Path("/sys/kernel/btf")
+
+_FUNC, _FUNC_PROTO, _ENUM, _ENUM64 = 12, 13, 6, 19
+# Bytes that follow `struct btf_type` by kind, as (fixed, for each of vlen). Documentation/bpf/btf.rst.
+_TRAILER = {
+    1: (4, 0),
+    3: (12, 0),
+    4: (0, 12),
+    5: (0, 12),
+    6: (0, 8),
+    13: (0, 8),
+    14: (4, 0),
+    15: (0, 12),
+    17: (4, 0),
+    19: (0, 12),
+}
+
+# Where a request of a program enters: int (*)(struct uverbs_attr_bundle *), drivers/infiniband/core.
+ENTRIES = (
+    ("ib_uverbs_reg_mr", "ib_uverbs"),
+    ("ib_uverbs_handler_UVERBS_METHOD_REG_MR", "ib_uverbs"),
+    ("ib_uverbs_handler_UVERBS_METHOD_REG_DMABUF_MR", "ib_uverbs"),
+)
+# What carries every request: their errno where no handler ran (a device that is gone).
+CARRIERS = (("ib_uverbs_ioctl", "ib_uverbs"), ("ib_uverbs_write", "ib_uverbs"))
+OPEN = ("ib_uverbs_open", "ib_uverbs")
+MIGRATE = "migrate_pages"
+# All int or long returns: negative is a failure.
+PINS = ("pin_user_pages_fast", "pin_user_pages")
+# Failures only. Newest names first; the first that exists is followed.
+INNER: tuple[tuple[tuple[str, ...], str, Returns], ...] = (
+    (("__ib_umem_get_va", "ib_umem_get"), "ib_core", Returns.POINTER),
+    (("ib_umem_dmabuf_get_with_dma_device", "ib_umem_dmabuf_get"), "ib_uverbs", Returns.POINTER),
+    (("dma_buf_get",), "", Returns.POINTER),
+    (("dma_map_sgtable",), "", Returns.INT),
+    (("sg_alloc_append_table_from_pages", "__sg_alloc_table_from_pages"), "", Returns.INT),
+    (("mlx5_core_create_mkey",), "mlx5_core", Returns.INT),
+    (("__gup_longterm_locked",), "", Returns.LONG),
+    (
+        (
+            "migrate_longterm_unpinnable_folios",
+            "migrate_longterm_unpinnable_pages",
+            "check_and_migrate_movable_pages",
+            "check_and_migrate_cma_pages",
+        ),
+        "",
+        Returns.INT,
+    ),
+    (("nvidia_p2p_get_pages",), "nvidia", Returns.INT),
+    (("nvidia_p2p_get_pages_persistent",), "nvidia", Returns.INT),
+)
+_DMABUF_FD = (
+    5  # position from 0 of access_flags in a driver's reg_user_mr_dmabuf: (pd, start, length, iova, fd, …)
+)
+
+
+@dataclass(frozen=True)
+class Function:
+    """A function that can be followed. `parameters`: names by position, None where BTF does not tell.
+
+    `module` is "" for the kernel itself. With `parameters` it is followed by trampolines, else by kprobes.
+    """
+
+    name: str
+    module: str
+    parameters: tuple[str, ...] | None = None
+    returns: Returns = Returns.INT
+
+    @property
+    def by_trampoline(self) -> bool:
+        """Whether fentry and fexit are used."""
+        return self.parameters is not None
+
+
+@dataclass
+class Functions:
+    """What this kernel has of the functions that matter. `missing`: function → why it is not followed."""
+
+    entries: list[Function] = field(default_factory=list)
+    drivers: list[Function] = field(default_factory=list)
+    carriers: list[Function] = field(default_factory=list)
+    pins: list[Function] = field(default_factory=list)
+    inner: list[Function] = field(default_factory=list)
+    open: Function | None = None
+    migrate: Function | None = None
+    plain_pins: list[Function] = field(default_factory=list)
+    missing: dict[str, str] = field(default_factory=dict)
+    reasons: dict[int, str] = field(default_factory=dict)  # of `enum migrate_reason`
+
+    def all(self) -> list[Function]:
+        """Every function that is followed."""
+        rest = [item for item in (self.open, self.migrate) if item is not None]
+        return [*self.entries, *self.drivers, *self.carriers, *self.pins, *self.inner, *rest]
+
+
+def read_symbols(text: bytes, names: Iterable[str]) -> dict[str, str]:
+    """Return name → module ("" for the kernel) of those functions that stand in the text of kallsyms.
+
+    A name that stands there more than once, as a local function of several files does, is left out.
+    """
+    found: dict[str, str] = {}
+    for name in names:
+        needle = b" " + name.encode()
+        places = []
+        at = text.find(needle)
+        while at >= 0:
+            end = at + len(needle)
+            if text[end : end + 1] in (b"\n", b"\t", b"") and text[at - 1 : at] in (b"t", b"T"):
+                line = text[end : text.find(b"\n", end)].strip()
+                places.append(line.strip(b"[]").decode())
+            at = text.find(needle, end)
+        if len(places) == 1:
+            found[name] = places[0]
+    return found
+
+
+class BtfFunctions:
+    """Parameter names of functions, from BTF of the kernel and of its modules."""
+
+    def __init__(self, directory: Path = BTF_DIRECTORY) -> None:
+        self._directory = directory
+        self._kernel: Btf | None = None
+        self._blob = b""
+        self._modules: dict[str, dict[str, tuple[str, ...]]] = {}
+        try:
+            self._blob = (directory / "vmlinux").read_bytes()
+            self._kernel = Btf(self._blob)
+        except (OSError, BtfError):
+            self._kernel = None
+
+    @property
+    def available(self) -> bool:
+        """Whether the kernel has BTF at all."""
+        return self._kernel is not None
+
+    def parameters(self, name: str, module: str) -> tuple[str, ...] | None:
+        """Return the names of a function's parameters, None where BTF does not have the function."""
+        if self._kernel is None:
+            return None
+        if module:
+            if module not in self._modules:
+                self._modules[module] = self._read_module(module)
+            return self._modules[module].get(name)
+        try:
+            return self._of_kernel(name)
+        except (BtfError, struct.error, IndexError):
+            return None
+
+    def _of_kernel(self, name: str) -> tuple[str, ...] | None:
+        kernel, blob = self._kernel, self._blob
+        assert kernel is not None
+        header, type_off, type_len, str_off, str_len = struct.unpack_from("=IIIII", blob, 4)
+        types, strings = header + type_off, header + str_off
+        at = blob.find(b"\0" + name.encode() + b"\0", strings, strings + str_len)
+        if at < 0:
+            return None
+        name_off = at + 1 - strings
+        for linkage in (0, 1):
+            needle = struct.pack("=II", name_off, _FUNC << 24 | linkage)
+            place = blob.find(needle, types, types + type_len)
+            if place >= 0 and (place - types) % 4 == 0:
+                return self._proto(struct.unpack_from("=I", blob, place + 8)[0])
+        return None
+
+    def _proto(self, type_id: int) -> tuple[str, ...] | None:
+        kernel = self._kernel
+        assert kernel is not None
+        at = kernel._at(type_id)
+        _, info, _ = struct.unpack_from("=III", self._blob, at)
+        if info >> 24 & 0x1F != _FUNC_PROTO:
+            return None
+        names = (struct.unpack_from("=II", self._blob, at + 12 + 8 * i)[0] for i in range(info & 0xFFFF))
+        return tuple(kernel._name(offset) for offset in names)
+
+    def _read_module(self, module: str) -> dict[str, tuple[str, ...]]:
+        """Read a module's own types: split BTF, whose ids and strings go on where the kernel's end."""
+        kernel = self._kernel
+        assert kernel is not None
+        try:
+            blob = (self._directory / module).read_bytes()
+            header, type_off, type_len, str_off, _ = struct.unpack_from("=IIIII", blob, 4)
+            kernel._at(1)
+            assert kernel._index is not None
+            base_types, base_strings = len(kernel._index), kernel._str_len
+            strings = header + str_off
+
+            def name_at(offset: int) -> str:
+                if offset < base_strings:
+                    return kernel._name(offset)
+                start = strings + offset - base_strings
+                return blob[start : blob.index(b"\0", start)].decode(errors="replace")
+
+            at, end = header + type_off, header + type_off + type_len
+            functions: dict[str, int] = {}
+            protos: dict[int, tuple[str, ...]] = {}
+            type_id = base_types
+            while at + 12 <= end:
+                type_id += 1
+                name_off, info, target = struct.unpack_from("=III", blob, at)
+                kind, vlen = info >> 24 & 0x1F, info & 0xFFFF
+                fixed, each = _TRAILER.get(kind, (0, 0))
+                if kind == _FUNC:
+                    functions[name_at(name_off)] = target
+                elif kind == _FUNC_PROTO:
+                    protos[type_id] = tuple(
+                        name_at(struct.unpack_from("=I", blob, at + 12 + 8 * i)[0]) for i in range(vlen)
+                    )
+                at += 12 + fixed + each * vlen
+            found = {}
+            for name, target in functions.items():
+                given = self._proto(target) if target <= base_types else protos.get(target)
+                if given is not None:
+                    found[name] = given
+        except (OSError, BtfError, struct.error, IndexError, ValueError):
+            return {}
+        return found
+
+    def enum(self, name: str) -> dict[str, int]:
+        """Return the values of an enum of the kernel, empty where there is none."""
+        try:
+            return (self._kernel.enum(name) if self._kernel is not None else None) or {}
+        except BtfError:
+            return {}
+
+
+# enum migrate_reason, include/linux/migrate_mode.h since 5.17; MR_LONGTERM_PIN since 5.13.
+_REASONS = {"MR_CONTIG_RANGE": "contig_range", "MR_LONGTERM_PIN": "longterm_pin"}
+
+
+def find_functions(
+    btf: BtfFunctions, kallsyms: bytes, modules: Mapping[str, bool], *, trampolines: bool = True
+) -> Functions:
+    """Look up what this kernel has. `modules`: names of the loaded ones (or built in), by `name: True`."""
+    drivers = [(name, point.module) for point in DRIVERS for name in point.names]
+    plain = ("pin_user_pages", "pin_user_pages_remote")
+    wanted = {
+        *(name for name, _ in (*ENTRIES, *CARRIERS, OPEN, *drivers)),
+        *PINS,
+        *plain,
+        MIGRATE,
+        *(name for names, _, _ in INNER for name in names),
+    }
+    symbols = read_symbols(kallsyms, wanted)
+    found = Functions()
+
+    def make(name: str, returns: Returns = Returns.INT) -> Function:
+        module = symbols[name]
+        given = btf.parameters(name, module) if trampolines else None
+        return Function(name, module, given, returns)
+
+    for group, target in ((ENTRIES, found.entries), (CARRIERS, found.carriers)):
+        for name, _ in group:
+            if name in symbols:
+                target.append(make(name))
+    for name, module in drivers:
+        if name in symbols and modules.get(module, True):
+            found.drivers.append(make(name, Returns.POINTER))
+    found.pins += [make(name, Returns.LONG) for name in PINS if name in symbols]
+    found.plain_pins += [make(name, Returns.LONG) for name in plain if name in symbols]
+    for names, module, returns in INNER:
+        name = next((item for item in names if item in symbols), "")
+        if name:
+            found.inner.append(make(name, returns))
+        elif not module or modules.get(module, False):
+            found.missing[names[0]] = f"this kernel has no function {' or '.join(names)} to be seen"
+    found.open = make(OPEN[0]) if OPEN[0] in symbols else None
+    found.migrate = make(MIGRATE) if MIGRATE in symbols else None
+    if found.migrate is None:
+        found.missing[MIGRATE] = "this kernel has no function migrate_pages to be seen"
+    if not found.drivers:
+        found.missing["reg_user_mr"] = "no RDMA driver that is known here is loaded"
+    values = btf.enum("migrate_reason")
+    found.reasons = {values[key]: name for key, name in _REASONS.items() if key in values}
+    return found
+
+
+def known_points() -> frozenset[str]:
+    """Names of all functions that the tracer of `run` follows, too: the trees of both read alike."""
+    return frozenset(name for point in POINTS for name in point.names)
+
+
+def access_position(driver: str) -> int:
+    """Return the position (from 0) of the access flags in a driver's registration function."""
+    return _DMABUF_FD if "dmabuf" in driver else 4

@@ -1,0 +1,196 @@
+"""What /proc tells of another process, at once: it may be gone a moment later.
+
+Every function tells what it could read and names what it could not; none raises for a process that is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from regrepro.kernel.leftovers import start_time
+from regrepro.kernel.node import decode_capabilities
+
+PROC = Path("/proc")
+PAGE_SIZE: int = os.sysconf("SC_PAGE_SIZE")
+
+# Names of a parallel job's variables: which rank this is, of which job. Nothing else of it is kept.
+_RANK = re.compile(
+    r"^(RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|GROUP_RANK|MASTER_ADDR|MASTER_PORT|CUDA_VISIBLE_DEVICES"
+    r"|NCCL_IB_HCA|NCCL_DMABUF_ENABLE|NCCL_NET_GDR_LEVEL|JOB_ID|PBS_JOBID|LSB_JOBID"
+    r"|SLURM_(JOB_?ID|STEP_?ID|PROCID|LOCALID|NODEID|NTASKS|JOB_NAME|ARRAY_JOB_ID|ARRAY_TASK_ID)"
+    r"|OMPI_COMM_WORLD_(RANK|SIZE|LOCAL_RANK|NODE_RANK)|PMI_(RANK|SIZE)|PMIX_RANK|MPI_LOCALRANKID"
+    r"|MV2_COMM_WORLD_(RANK|LOCAL_RANK))$"
+)
+_CONTAINER = re.compile(r"([0-9a-f]{64})")
+_RUNTIME = re.compile(r"kubepods|docker|libpod|crio|containerd|lxc|slurm|apptainer|singularity")
+_MAPS = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) (\S{4}) \S+ \S+ \S+ *(.*)$")
+_CMDLINE_LIMIT = 512
+
+
+@dataclass
+class Process:
+    """Facts of a process at one moment. `problems`: what could not be read, and why."""
+
+    pid: int
+    facts: dict[str, Any] = field(default_factory=dict)
+    limits: dict[str, Any] = field(default_factory=dict)
+    capabilities: list[str] | None = None
+    problems: list[str] = field(default_factory=list)
+
+
+def _read(path: Path, problems: list[str]) -> str | None:
+    try:
+        return path.read_text(errors="replace")
+    except OSError as error:
+        problems.append(f"{path}: {error.strerror}")
+        return None
+
+
+def rank_variables(environ: str) -> dict[str, str]:
+    """Return the variables of a parallel job in the text of /proc/PID/environ."""
+    pairs = (item.partition("=") for item in environ.split("\0"))
+    return {name: value for name, equals, value in pairs if equals and _RANK.match(name)}
+
+
+def container_of(cgroup: str) -> dict[str, str] | None:
+    """Return what a control group's path says of a container: `runtime`, `id`; None where it says nothing."""
+    runtime, identity = _RUNTIME.search(cgroup), _CONTAINER.search(cgroup)
+    if not runtime and not identity:
+        return None
+    found = {"runtime": runtime[0]} if runtime else {}
+    if identity:
+        found["id"] = identity[1]
+    return found
+
+
+def memlock_limit(limits: str) -> int | str | None:
+    """Return the soft limit of locked memory in bytes, None for unlimited, "" where it is not told."""
+    found = re.search(r"^Max locked memory\s+(\S+)\s", limits, re.MULTILINE)
+    if not found:
+        return ""
+    return None if found[1] == "unlimited" else int(found[1])
+
+
+def vma_of(maps: str, address: int, length: int) -> tuple[str, list[str]]:
+    """Return the line of the mapping at `address` in /proc/PID/maps, and of all that a range touches."""
+    lines, first = [], ""
+    for line in maps.splitlines():
+        found = _MAPS.match(line)
+        if not found:
+            continue
+        low, high = int(found[1], 16), int(found[2], 16)
+        if low < address + max(length, 1) and high > address:
+            lines.append(line)
+            if low <= address < high:
+                first = line
+    return first, lines
+
+
+def backing_of(vma: str) -> str:
+    """Return what backs a mapping (docs/record.md, `backing`), as its line tells; "unknown" without one."""
+    found = _MAPS.match(vma)
+    if not found:
+        return "unknown"
+    path, shared = found[4].strip(), "s" in found[3]
+    if path.startswith(("/memfd:", "/dev/shm/", "/SYSV", "/dev/zero")) or (shared and not path):
+        return "memfd" if path.startswith("/memfd:") else "shm"
+    if path.startswith("/dev/"):
+        return "device"
+    if "hugepage" in path:  # /anon_hugepage, a mount of hugetlbfs
+        return "hugetlb"
+    if path.startswith("/"):
+        return "file"
+    return "anonymous"
+
+
+def read_process(pid: int, proc: Path = PROC) -> Process:
+    """Read what /proc tells of a process but its memory."""
+    result = Process(pid)
+    base, problems, facts = proc / str(pid), result.problems, result.facts
+    facts["pid"] = pid
+    facts["starttime"] = start_time(pid) if proc == PROC else None
+    status = _read(base / "status", problems)
+    if status is not None:
+        fields = dict(re.findall(r"^(\w+):\s*(.*)$", status, re.MULTILINE))
+        facts["comm"] = fields.get("Name")
+        facts["uid"] = int(fields["Uid"].split()[1]) if fields.get("Uid") else None
+        facts["nspid"] = [int(item) for item in fields.get("NSpid", "").split()]
+        result.capabilities = _capabilities(base, int(fields.get("CapEff") or "0", 16), proc)
+        for name in ("VmPin", "VmLck"):
+            found = re.match(r"(\d+) kB", fields.get(name, ""))
+            if found:
+                result.limits[name.lower()] = int(found[1]) * 1024
+    limits = _read(base / "limits", problems)
+    if limits is not None:
+        soft = memlock_limit(limits)
+        if not isinstance(soft, str):
+            result.limits["memlock_soft"] = soft
+    environ = _read(base / "environ", problems)
+    if environ is not None:
+        facts["rank"] = rank_variables(environ)
+    command = _read(base / "cmdline", problems)
+    if command is not None:
+        facts["cmdline"] = command.replace("\0", " ").strip()[:_CMDLINE_LIMIT]
+    cgroup = _read(base / "cgroup", problems)
+    if cgroup is not None:
+        line = next((line for line in cgroup.splitlines() if line.startswith("0::")), cgroup.split("\n")[0])
+        facts["cgroup"] = line.split(":", 2)[-1]
+        facts["container"] = container_of(cgroup)
+    for name in ("mnt", "pid"):
+        try:
+            own = (base / "ns" / name).stat().st_ino
+            first = (proc / "1" / "ns" / name).stat().st_ino
+        except OSError:
+            continue
+        facts[f"{name}_namespace"] = "its own" if own != first else "the node's"
+    return result
+
+
+def _capabilities(base: Path, mask: int, proc: Path) -> list[str]:
+    """Capabilities count for the kernel's limits only in the first user namespace."""
+    try:
+        if (base / "ns" / "user").stat().st_ino != (proc / "1" / "ns" / "user").stat().st_ino:
+            return []
+    except OSError:
+        pass
+    return decode_capabilities(mask)
+
+
+def node_memory() -> dict[str, Any]:
+    """Return free memory of the node: `CmaTotal`, `CmaFree`, `MemFree` and, by NUMA node, bytes."""
+    answer: dict[str, Any] = {}
+    try:
+        text = Path("/proc/meminfo").read_text()
+    except OSError as error:
+        return {"problem": f"/proc/meminfo: {error.strerror}"}
+    for name in ("MemFree", "MemAvailable", "CmaTotal", "CmaFree", "HugePages_Free", "HugePages_Total"):
+        found = re.search(rf"^{name}:\s+(\d+)( kB)?", text, re.MULTILINE)
+        if found:
+            answer[name] = int(found[1]) * (1024 if found[2] else 1)
+    nodes: dict[str, dict[str, int]] = {}
+    for path in sorted(Path("/sys/devices/system/node").glob("node[0-9]*")):
+        try:
+            found = re.search(r"MemFree:\s+(\d+) kB", (path / "meminfo").read_text())
+        except OSError:
+            continue
+        if found:
+            nodes.setdefault(path.name[4:], {})["MemFree"] = int(found[1]) * 1024
+    try:
+        zoneinfo = Path("/proc/zoneinfo").read_text()
+    except OSError:
+        zoneinfo = ""
+    node = ""
+    for line in zoneinfo.splitlines():
+        words = line.split()
+        if line.startswith("Node "):
+            node = words[1].rstrip(",")
+        elif len(words) == 2 and words[0] == "nr_free_cma" and node:
+            kept = nodes.setdefault(node, {})
+            kept["CmaFree"] = kept.get("CmaFree", 0) + int(words[1]) * PAGE_SIZE
+    if nodes:
+        answer["nodes"] = nodes
+    return answer

@@ -1,0 +1,290 @@
+"""The program that bpftrace runs: made for this kernel, silent on success.
+
+Every filter is in the kernel. A registration that succeeds costs a few trampolines, uprobes and map updates,
+and nothing leaves the kernel. One that fails leaves a handful of short lines, a thread's in time order:
+
+    B|ns                                            the program runs
+    H|ns                                            a heartbeat, once a second: all probes are attached
+    O|pid|ns                                        a process opened an RDMA device
+    D|tid|ns|function|ret|start|length|iova|access  a driver's registration failed
+    G|tid|ns|function|ret|start|pages|flags         a pin failed inside of a registration
+    I|tid|ns|function|ret                           another function failed inside of a registration
+    M|tid|ns|ret|reason                             migrate_pages left pages behind, or failed
+    S|tid|ns|page|refcount|mapcount|pincount|flags  a page that it left behind (struct page)
+    K|tid|pid|ns|function|ret|pins|user|uid|comm    the request failed: `pins` counts calls (<< 40) and pages
+    C|tid|ns|function|ret                           a request failed before any handler ran
+    U|tid|pid|ns|verb|address|length|iova|access|fd|comm   libibverbs gave NULL
+    P|tid|pid|ns|function|start|pages|flags|stack   a pin without FOLL_LONGTERM, where they are asked for
+
+Functions are numbers: their places in `Program.names`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from regrepro.kernel.trace_probes import Returns
+from regrepro.watch.functions import Function, Functions, access_position
+
+VERBS = {1: "ibv_reg_mr", 2: "ibv_reg_mr_iova2", 3: "ibv_reg_dmabuf_mr"}
+STUCK_PAGES = 8  # that are told of one failed migration
+ACCOUNT_SECONDS = 15
+
+_POINTER_FAILED = "(int64)retval < 0 && (int64)retval > -4096"
+
+
+@dataclass(frozen=True)
+class PageOffsets:
+    """Offsets (bytes) in struct page, of which `pincount` lies in the pages after a large folio's head."""
+
+    lru: int
+    flags: int
+    refcount: int
+    mapcount: int
+    pincount: int
+
+
+@dataclass(frozen=True)
+class Library:
+    """A copy of libibverbs: a path that bpftrace can open, and where its functions begin (bytes of the file).
+
+    `functions`: a verb's name → its address as the file's symbols say it.
+    """
+
+    path: str
+    functions: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """What a version of bpftrace calls things."""
+
+    entry: str = "kfunc"
+    exit: str = "kretfunc"
+    argument: str = "args->"
+
+    @classmethod
+    def of(cls, version: tuple[int, int]) -> Dialect:
+        """Return the words of bpftrace `version` (major, minor)."""
+        entry, leave = ("fentry", "fexit") if version >= (0, 21) else ("kfunc", "kretfunc")
+        return cls(entry, leave, "args." if version >= (0, 18) else "args->")
+
+
+@dataclass
+class Program:
+    """Text for bpftrace, and the functions that its lines name by number."""
+
+    text: str = ""
+    names: list[str] = field(default_factory=list)
+
+
+class _Maker:
+    def __init__(self, dialect: Dialect) -> None:
+        self._dialect = dialect
+        self.names: list[str] = []
+        self._parts: list[str] = []
+
+    def number(self, name: str) -> int:
+        if name not in self.names:
+            self.names.append(name)
+        return self.names.index(name)
+
+    def add(self, text: str) -> None:
+        self._parts.append(text)
+
+    def text(self) -> str:
+        return "\n".join(self._parts) + "\n"
+
+    def place(self, function: Function, *, leaving: bool) -> str:
+        """Return the attach point of a function's entry, or of its return."""
+        if function.by_trampoline:
+            kind = self._dialect.exit if leaving else self._dialect.entry
+            module = f"{function.module}:" if function.module else ""
+            return f"{kind}:{module}{function.name}"
+        return f"{'kretprobe' if leaving else 'kprobe'}:{function.name}"
+
+    def argument(self, function: Function, position: int) -> str:
+        """Return a parameter, for the function's entry, or with a trampoline for its return, too."""
+        if function.parameters is not None:
+            return f"(uint64){self._dialect.argument}{function.parameters[position]}"
+        return f"arg{position}"
+
+    def at_return(self, function: Function, positions: Sequence[int], guard: str, keep: str) -> list[str]:
+        """Return expressions for parameters at the return; by kprobes they are kept from the entry on."""
+        if function.by_trampoline:
+            return [self.argument(function, position) for position in positions]
+        values = ", ".join(f"arg{position}" for position in positions)
+        self.add(f"kprobe:{function.name} {guard} {{ @{keep}[tid] = ({values}, (uint64)0); }}")
+        return [f"@{keep}[tid].{index}" for index in range(len(positions))]
+
+    def forget(self, function: Function, keep: str) -> str:
+        return "" if function.by_trampoline else f" delete(@{keep}[tid]);"
+
+
+def make_program(
+    functions: Functions,
+    libraries: Sequence[Library] = (),
+    *,
+    dialect: Dialect | None = None,
+    offsets: PageOffsets | None = None,
+    plain_pins: Sequence[str] = (),
+    longterm: int = 0,
+    account: bool = False,
+) -> Program:
+    """Make the program. `plain_pins`: functions whose pins without `longterm` (FOLL_LONGTERM) are told."""
+    make = _Maker(dialect or Dialect())
+    # The last one in the text is the first to be attached: a heartbeat means that all are.
+    make.add('BEGIN { printf("B|%lld", nsecs); }')
+    make.add('interval:s:1 { printf("H|%lld", nsecs); }')
+    if account:
+        make.add(
+            f"interval:s:{ACCOUNT_SECONDS} {{ print(@count); print(@bytes); print(@sizes); clear(@count); "
+            "clear(@bytes); clear(@sizes); }"
+        )
+    for library in libraries:
+        _library(make, library)
+    if functions.open is not None:
+        make.add(
+            f"{make.place(functions.open, leaving=True)} {{ if ((int32)retval == 0) "
+            '{ printf("O|%d|%lld", pid, nsecs); } }'
+        )
+    for function in functions.entries:
+        _entry(make, function)
+    for function in functions.carriers:
+        number = make.number(function.name)
+        make.add(
+            f"{make.place(function, leaving=True)} {{ if ((int64)retval < 0 && @verb[tid]) "
+            f'{{ printf("C|%d|%lld|{number}|%d", tid, nsecs, (int32)retval); }} }}'
+        )
+    for function in functions.drivers:
+        _driver(make, function, account=account)
+    for function in functions.pins:
+        _pin(make, function)
+    for function in functions.inner:
+        _inner(make, function)
+    if functions.migrate is not None:
+        _migrate(make, functions.migrate, offsets)
+    for function in functions.plain_pins:
+        if function.name in plain_pins and longterm:
+            _plain_pin(make, function, longterm)
+    make.add(
+        "tracepoint:sched:sched_process_exit { delete(@verb[tid]); delete(@call[tid]); delete(@in[tid]); }"
+    )
+    make.add("END { clear(@verb); clear(@call); clear(@in); clear(@pins); }")
+    return Program(make.text(), make.names)
+
+
+def _library(make: _Maker, library: Library) -> None:
+    """Follow a copy of libibverbs: which verb was called with what, and whether it gave NULL.
+
+    In current versions ibv_reg_mr ends by jumping into ibv_reg_mr_iova2, so a call may pass both entries: the
+    outer one names the verb, and the one return that both share tells.
+    """
+    for number, verb in VERBS.items():
+        address = library.functions.get(verb)
+        if address is None:
+            continue
+        place = f"{library.path}:{address:#x}"
+        # ibv_reg_mr(pd, addr, length, access); ibv_reg_mr_iova2(pd, addr, length, iova, access);
+        # ibv_reg_dmabuf_mr(pd, offset, length, iova, fd, access).
+        given = {
+            1: "(arg1, arg2, arg1, arg3, (uint64)0)",
+            2: "(arg1, arg2, arg3, arg4, (uint64)0)",
+            3: "(arg1, arg2, arg3, arg5, arg4)",
+        }[number]
+        name = f"if (!@verb[tid]) {{ @verb[tid] = {number}; }}" if number == 2 else f"@verb[tid] = {number};"
+        make.add(f"uprobe:{place} {{ {name} @call[tid] = {given}; }}")
+        if number == 1 and "ibv_reg_mr_iova2" in library.functions and _jumps(library):
+            continue
+        make.add(
+            f"uretprobe:{place} {{ if (retval == 0 && @verb[tid]) {{ $c = @call[tid]; "
+            'printf("U|%d|%d|%lld|%d|%llx|%lld|%llx|%lld|%d|%s", tid, pid, nsecs, @verb[tid], $c.0, $c.1, '
+            "$c.2, $c.3, $c.4, comm); } delete(@verb[tid]); delete(@call[tid]); }"
+        )
+
+
+def _jumps(library: Library) -> bool:
+    """Whether ibv_reg_mr is so close before ibv_reg_mr_iova2's code that it can only be a jump into it."""
+    return library.functions.get("ibv_reg_mr:size", 1 << 30) < 32
+
+
+def _entry(make: _Maker, function: Function) -> None:
+    number = make.number(function.name)
+    make.add(f"{make.place(function, leaving=False)} {{ @in[tid] = (uint64)1; @pins[tid] = (uint64)0; }}")
+    make.add(
+        f"{make.place(function, leaving=True)} {{ if ((int32)retval != 0) "
+        f'{{ printf("K|%d|%d|%lld|{number}|%d|%lld|%d|%d|%s", tid, pid, nsecs, (int32)retval, @pins[tid], '
+        "@verb[tid], uid, comm); } delete(@in[tid]); delete(@pins[tid]); }"
+    )
+
+
+def _driver(make: _Maker, function: Function, *, account: bool) -> None:
+    number = make.number(function.name)
+    positions = [1, 2, 3, access_position(function.name)]
+    start, length, iova, access = make.at_return(function, positions, "", f"d{number}")
+    succeeded = ""
+    if account:
+        kind = "2" if "dmabuf" in function.name else "@pins[tid] ? 1 : 3"
+        succeeded = (
+            f" else {{ $k = (uint64)({kind}); @count[{number}, $k, pid, comm] = count(); "
+            f"@bytes[{number}, $k, pid, comm] = sum({length}); @sizes[{number}, $k] = hist({length}); }}"
+        )
+    make.add(
+        f"{make.place(function, leaving=True)} {{ if ({_POINTER_FAILED}) "
+        f'{{ printf("D|%d|%lld|{number}|%d|%llx|%lld|%llx|%lld", tid, nsecs, (int32)retval, {start}, '
+        f"{length}, {iova}, (uint64)(uint32){access}); }}{succeeded}{make.forget(function, f'd{number}')} }}"
+    )
+
+
+def _pin(make: _Maker, function: Function) -> None:
+    number = make.number(function.name)
+    start, pages, flags = make.at_return(function, [0, 1, 2], "/@in[tid]/", f"p{number}")
+    make.add(
+        f"{make.place(function, leaving=True)} /@in[tid]/ {{ if ((int32)retval < 0) "
+        f'{{ printf("G|%d|%lld|{number}|%d|%llx|%d|%llx", tid, nsecs, (int32)retval, {start}, {pages}, '
+        f"(uint64)(uint32){flags}); @pins[tid] = @pins[tid] + ((uint64)1 << 40); }} "
+        f"else {{ @pins[tid] = @pins[tid] + ((uint64)1 << 40) + (uint64)retval; }}"
+        f"{make.forget(function, f'p{number}')} }}"
+    )
+
+
+def _inner(make: _Maker, function: Function) -> None:
+    number = make.number(function.name)
+    failed = _POINTER_FAILED if function.returns is Returns.POINTER else "(int32)retval < 0"
+    make.add(
+        f"{make.place(function, leaving=True)} /@in[tid]/ {{ if ({failed}) "
+        f'{{ printf("I|%d|%lld|{number}|%d", tid, nsecs, (int32)retval); }} }}'
+    )
+
+
+def _migrate(make: _Maker, function: Function, offsets: PageOffsets | None) -> None:
+    """After a failure the pages that stayed are on the list that was given (migrate_pages, mm/migrate.c)."""
+    source, reason = make.at_return(function, [0, 5], "/@in[tid]/", "m")
+    pages = ""
+    if offsets is not None:
+        at = f"($n - {offsets.lru})"
+        pages = (
+            f" if ((int32)retval > 0) {{ $h = (uint64){source}; $n = *(uint64 *)$h; unroll({STUCK_PAGES}) {{ "
+            "if ($n != $h && $n != 0) { "
+            f'printf("S|%d|%lld|%llx|%d|%d|%d|%llx", tid, nsecs, {at}, '
+            f"*(int32 *)({at} + {offsets.refcount}), *(int32 *)({at} + {offsets.mapcount}), "
+            f"*(int32 *)({at} + {offsets.pincount}), *(uint64 *)({at} + {offsets.flags})); "
+            "$n = *(uint64 *)$n; } } }"
+        )
+    make.add(
+        f"{make.place(function, leaving=True)} /@in[tid]/ {{ if ((int32)retval != 0) "
+        f'{{ printf("M|%d|%lld|%d|%d", tid, nsecs, (int32)retval, {reason});{pages} }}'
+        f"{make.forget(function, 'm')} }}"
+    )
+
+
+def _plain_pin(make: _Maker, function: Function, longterm: int) -> None:
+    number = make.number(function.name)
+    first = 1 if function.name.endswith("_remote") else 0
+    start, pages, flags = make.at_return(function, [first, first + 1, first + 2], "", f"q{number}")
+    make.add(
+        f"{make.place(function, leaving=True)} {{ if ((int64)retval > 0 && ({flags} & {longterm}) == 0) "
+        f'{{ printf("P|%d|%d|%lld|{number}|%llx|%lld|%llx|%s", tid, pid, nsecs, {start}, {pages}, '
+        f"(uint64)(uint32){flags}, kstack(12)); }}{make.forget(function, f'q{number}')} }}"
+    )

@@ -1,0 +1,75 @@
+"""`watch --registrations`: which path the registrations of this node took, counted in the kernel."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+# What the program tells apart. A registration that pinned no page through get_user_pages went by a
+# peer-memory driver (a device pointer), or is paged on demand.
+PATHS = {1: "host", 2: "dma-buf", 3: "peer-memory-or-on-demand"}
+
+
+@dataclass
+class _Row:
+    count: int = 0
+    bytes: int = 0
+
+
+@dataclass
+class Account:
+    """Counts and bytes by driver function, path, process; sizes in powers of two by function and path."""
+
+    rows: dict[tuple[str, str, int, str], _Row] = field(default_factory=dict)
+    sizes: dict[tuple[str, str], dict[int, int]] = field(default_factory=dict)
+    changed: bool = False
+
+    def take(self, maps: dict[str, Any], names: list[str]) -> None:
+        """Add what the program has counted since the last time: the data of a `map` or `hist` line."""
+        for name, values in maps.items():
+            if not isinstance(values, dict):
+                continue
+            for key, value in values.items():
+                parts = key.split(",", 3)
+                try:
+                    function, path = names[int(parts[0])], PATHS[int(parts[1])]
+                    if name == "@sizes":
+                        self._add_sizes((function, path), value)
+                        continue
+                    row = self.rows.setdefault((function, path, int(parts[2]), parts[3]), _Row())
+                    if name == "@count":
+                        row.count += int(value)
+                    elif name == "@bytes":
+                        row.bytes += int(value)
+                    self.changed = True
+                except (ValueError, IndexError, KeyError, TypeError):
+                    continue
+
+    def _add_sizes(self, key: tuple[str, str], buckets: Any) -> None:
+        kept = self.sizes.setdefault(key, {})
+        for bucket in buckets if isinstance(buckets, list) else []:
+            low = int(bucket.get("min", 0))
+            kept[low] = kept.get(low, 0) + int(bucket.get("count", 0))
+
+    def totals(self) -> dict[tuple[str, str], tuple[int, int]]:
+        """Return (path, driver) → (count, bytes), of all processes together."""
+        answer: dict[tuple[str, str], tuple[int, int]] = {}
+        for (function, path, _, _), row in self.rows.items():
+            driver = re.sub(r"_reg(_user)?_mr(_dmabuf)?$", "", function)
+            count, size = answer.get((path, driver), (0, 0))
+            answer[path, driver] = count + row.count, size + row.bytes
+        return answer
+
+    def as_record(self) -> dict[str, Any]:
+        """Return the keys of event `watch`, what = registrations: totals since watch started."""
+        return {
+            "registrations": [
+                {"fn": fn, "path": path, "pid": pid, "comm": comm, "count": row.count, "bytes": row.bytes}
+                for (fn, path, pid, comm), row in sorted(self.rows.items())
+            ],
+            "sizes": [
+                {"fn": fn, "path": path, "buckets": sorted([low, count] for low, count in kept.items())}
+                for (fn, path), kept in sorted(self.sizes.items())
+            ],
+        }

@@ -1,0 +1,615 @@
+"""`regrepro watch`: bpftrace's lines in, judged records of failures out, until it is told to stop."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from regrepro.errors import EnvironmentProblem, RegreproError
+from regrepro.kernel import leftovers, trace_flags
+from regrepro.kernel.btf import Btf, BtfError
+from regrepro.kernel.node import node_facts
+from regrepro.record import Record, RecordProblem
+from regrepro.watch import evidence as look
+from regrepro.watch.copies import Copies, system_copies
+from regrepro.watch.engine import Engine, find_bpftrace, require_rights
+from regrepro.watch.events import Correlator, Failure
+from regrepro.watch.evidence import Evidence, Observer
+from regrepro.watch.functions import KALLSYMS, BtfFunctions, Functions, find_functions
+from regrepro.watch.limiter import Limiter
+from regrepro.watch.lock import Lock
+from regrepro.watch.metrics import Metrics
+from regrepro.watch.output import Output
+from regrepro.watch.program import Dialect, PageOffsets, Program, make_program
+from regrepro.watch.registrations import Account
+
+_ATTACH_SECONDS = 180.0  # until which bpftrace must have attached everything
+_SILENCE_SECONDS = 30.0  # without a heartbeat: it hangs
+_METRICS_SECONDS = 15.0
+_COPY_SECONDS = 1.0  # that new copies of libibverbs are waited for together
+_TAKE_OVER_NS = 1_000_000_000
+_SUPPRESSED_SECONDS = 10.0
+_CMA_FREE_PIN = ("pin_user_pages",)
+PINS = {"off": (), "driver": _CMA_FREE_PIN, "all": ("pin_user_pages", "pin_user_pages_remote")}
+
+
+@dataclass
+class Options:
+    """What the command line asks for."""
+
+    out: Path
+    pins: str = "driver"
+    registrations: bool = False
+    each_call: bool = False
+    libraries: bool = True
+    rate: float = 10.0
+    burst: int = 50
+    each: int = 5
+    window: float = 60.0
+    rotate: int = 16 << 20
+    quota: int = 256 << 20
+    metrics: Path | None = None
+    as_json: bool = False
+    quiet: bool = False
+    limit: int = 0  # failures after which to stop; 0: never
+    duration: float = 0.0
+    trampolines: bool = True
+
+
+class Stop(Exception):
+    """A signal asks for the end."""
+
+
+@dataclass
+class _Starting:
+    engine: Engine
+    program: Program
+    cut_ns: int = 0
+
+
+class Watch:
+    """One watch of this node. `run()` returns how many failures there were."""
+
+    def __init__(self, options: Options, say: Callable[[str], None]) -> None:
+        self.options = options
+        self._say = say
+        self.metrics = Metrics(started=time.time())
+        self._stop = 0
+        self._rotate_asked = False
+        self._engine: Engine | None = None
+        self._next: Engine | None = None
+        self._cut_ns = 0
+        self._cut_at = 0.0
+        self._copies = Copies()
+        self._copies_due = 0.0
+        self._functions = Functions()
+        self._number = 0
+        self._evidence: dict[int, Evidence] = {}
+        self._done: list[tuple[Failure, Evidence]] = []
+        self._layers: dict[Any, tuple[str, str]] = {}
+        self._suppressed: dict[tuple[str, str, str], int] = {}
+        self._lost_seen = 0
+        self._lost_total = 0
+        self._waker = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._account = Account()
+        self._limiter = Limiter(options.rate, options.burst, options.each, options.window, time.monotonic)
+
+    # Setting up
+
+    def run(self) -> int:
+        """Watch until a signal, the limit or the duration. Raises EnvironmentProblem, RecordProblem."""
+        require_rights()
+        self._bpftrace, self._version = find_bpftrace()
+        lock = Lock(self.options.out)
+        previous = {
+            number: signal.signal(number, self._signal)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        }
+        wakeup = signal.set_wakeup_fd(self._waker[1], warn_on_full_buffer=False)
+        try:
+            for sentence in leftovers.reclaim():
+                self._say(sentence)
+            with leftovers.Journal() as self._journal:
+                self._run()
+        finally:
+            signal.set_wakeup_fd(wakeup)
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+            lock.release()
+        return self.metrics.total
+
+    def _run(self) -> None:
+        self._flags = trace_flags.of_running_kernel()
+        self._read_kernel()
+        self._observer = Observer(self._functions, self._flags)
+        self._output = Output(
+            self.options.out, self._header, rotate=self.options.rotate, quota=self.options.quota
+        )
+        self._output.on_begin = self._begin_record
+        self._output.on_end = self._end_record
+        for path in system_copies() if self.options.libraries else []:
+            self._copies.add_file(path, str(path))
+        if self.options.libraries:
+            self._copies.look_everywhere()
+        try:
+            self._output.begin()
+            self._engine = self._start()
+            self._loop()
+        finally:
+            self._finish()
+
+    def _read_kernel(self) -> None:
+        kallsyms = KALLSYMS.read_bytes()
+        modules = {path.name: True for path in Path("/sys/module").iterdir()}
+        btf = BtfFunctions()
+        self._functions = find_functions(btf, kallsyms, modules, trampolines=self.options.trampolines)
+        if not self._functions.entries:
+            raise EnvironmentProblem(
+                "this kernel has no function of ib_uverbs to be followed",
+                why="the module is not loaded, or its symbols are hidden",
+                hint="modprobe ib_uverbs; sysctl kernel.kptr_restrict must not be 2",
+            )
+        self._offsets = page_offsets()
+
+    def _start(self) -> Engine:
+        """Start an engine; where its program cannot be attached, do without what is in the way."""
+        trampolines = self.options.trampolines
+        while True:
+            engine = self._launch()
+            deadline = time.monotonic() + _ATTACH_SECONDS
+            while not engine.attached and not engine.ended and not self._stop:
+                self._wait([engine], 0.5)
+                if time.monotonic() > deadline:
+                    break
+            if engine.attached or self._stop:
+                return engine
+            engine.stop()
+            self.metrics.attach_failures += 1
+            why = engine.why()
+            self._say(f"bpftrace could not attach: {why}")
+            if not self._drop(why):
+                if not trampolines:
+                    raise EnvironmentProblem(
+                        "bpftrace cannot follow this kernel",
+                        why=why,
+                        hint=f"its program is {engine_file(self._output)}",
+                    )
+                trampolines = False
+                self.options.trampolines = False
+                self._say("trying again with kprobes in the place of trampolines, which cost more")
+                self._read_kernel()
+                self._observer = Observer(self._functions, self._flags)
+
+    def _drop(self, why: str) -> bool:
+        """Take what an error names out of the program; False where it names nothing that can be missed."""
+        functions = self._functions
+        for group in (functions.inner, functions.carriers, functions.drivers):
+            for item in group:
+                if item.name in why:
+                    group.remove(item)
+                    functions.missing[item.name] = f"bpftrace could not attach to it: {why}"
+                    return True
+        for copy in list(self._copies.known.values()):
+            if copy.library.path in why:
+                self._copies.problems[copy.shown] = why
+                copy.close()
+                del self._copies.known[copy.key]
+                return True
+        return False
+
+    def _launch(self) -> Engine:
+        program = make_program(
+            self._functions,
+            self._copies.libraries(),
+            dialect=Dialect.of(self._version),
+            offsets=self._offsets,
+            plain_pins=PINS[self.options.pins],
+            longterm=self._flags.values.get("FOLL_LONGTERM", 0),
+            account=self.options.registrations,
+        )
+        correlator = Correlator(
+            program.names,
+            self._failed,
+            self._complete,
+            reasons=self._functions.reasons,
+            now=time.monotonic,
+        )
+        engine = Engine(self._bpftrace, program, correlator, engine_file(self._output), self._journal)
+        correlator.on_open = self._opened
+        correlator.on_pin = self._observer.remember
+        correlator.on_account = partial(self._account.take, names=program.names)
+        correlator.accepts = lambda ns: self._accepts(engine, ns)
+        return engine
+
+    def _accepts(self, engine: Engine, ns: int) -> bool:
+        """Two engines overlap while one takes over; each event counts with one of them."""
+        if self._next is None:
+            return True
+        if engine is self._next:
+            return bool(self._cut_ns) and ns >= self._cut_ns
+        return not self._cut_ns or ns < self._cut_ns
+
+    # Going on
+
+    def _signal(self, number: int, _frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            self._rotate_asked = True
+        else:
+            self._stop = number
+
+    def _wait(self, engines: list[Engine], seconds: float) -> None:
+        """Wait for lines, and take them."""
+        poll = select.poll()
+        poll.register(self._waker[0], select.POLLIN)
+        for engine in engines:
+            poll.register(engine.output, select.POLLIN)
+            poll.register(engine.error_output, select.POLLIN)
+        with suppress(InterruptedError):
+            poll.poll(seconds * 1000)
+        with suppress(BlockingIOError):
+            while os.read(self._waker[0], 512):
+                pass
+        for engine in engines:
+            engine.take()
+
+    def _loop(self) -> None:
+        begin = time.monotonic()
+        metrics_due = suppressed_due = 0.0
+        assert self._engine is not None
+        self._say(self._told_start())
+        self.metrics.watching = 1
+        while not self._stop:
+            engines = [item for item in (self._engine, self._next) if item is not None]
+            self._wait(engines, 0.05 if self._busy() else 1.0)
+            now = time.monotonic()
+            for engine in engines:
+                engine.correlator.overdue(now)
+            self._settle(now)
+            self._count_lost()
+            self._watch_engines(now)
+            self._follow_copies(now)
+            if now >= metrics_due:
+                self._write_metrics()
+                metrics_due = now + _METRICS_SECONDS
+            if now >= suppressed_due:
+                self._tell_suppressed()
+                suppressed_due = now + _SUPPRESSED_SECONDS
+            if self._rotate_asked or self._output.due():
+                self._rotate_asked = False
+                self._output.begin()
+            if self.options.limit and self.metrics.total >= self.options.limit:
+                break
+            if self.options.duration and now - begin >= self.options.duration:
+                break
+
+    def _busy(self) -> bool:
+        waiting = self._engine is not None and bool(self._engine.correlator._waiting)
+        return waiting or bool(self._done) or bool(self._cut_ns)
+
+    def _watch_engines(self, now: float) -> None:
+        engine = self._engine
+        assert engine is not None
+        if engine.ended or now - engine.last_line > _SILENCE_SECONDS:
+            why = engine.why() if engine.ended else "it gave no sign of life"
+            self.metrics.watching = 0
+            self._say(f"bpftrace ended ({why}); starting it anew")
+            self._tell("engine-ended", why=why)
+            engine.stop()
+            engine.correlator.flush()
+            self._drop_next()
+            self._write_metrics()
+            if now - engine.started < 10:
+                time.sleep(1)
+            self.metrics.engine_restarts += 1
+            self._engine = self._start()
+            self.metrics.watching = int(self._engine.attached)
+        if self._next is not None:
+            if self._next.ended:
+                why = self._next.why()
+                self.metrics.attach_failures += 1
+                self._say(f"a new copy of libibverbs could not be followed: {why}")
+                self._tell("copies-not-followed", why=why)
+                self._drop(why)
+                self._drop_next()
+            elif not self._cut_ns and self._next.attached:
+                # The new one follows everything; a moment ahead, so that no event falls to both or neither.
+                self._cut_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME) + _TAKE_OVER_NS
+                self._cut_at = now + 2 * _TAKE_OVER_NS / 1e9
+            elif self._cut_ns and now >= self._cut_at:
+                engine.stop()
+                engine.correlator.flush()
+                self._lost_total += engine.correlator.counts.lost
+                self._engine, self._next, self._cut_ns = self._next, None, 0
+                self._tell("copies", copies=[copy.shown for copy in self._copies.known.values()])
+
+    def _drop_next(self) -> None:
+        if self._next is not None:
+            self._next.stop()
+        self._next, self._cut_ns = None, 0
+
+    def _opened(self, pid: int) -> None:
+        """A process opened an RDMA device: it has libibverbs mapped, and has not registered anything yet."""
+        if self.options.libraries and self._copies.look_at(pid):
+            self._copies_due = time.monotonic() + _COPY_SECONDS
+
+    def _follow_copies(self, now: float) -> None:
+        if self._copies_due and now >= self._copies_due and self._next is None:
+            self._copies_due = 0.0
+            self._next = self._launch()
+            self.metrics.engine_restarts += 1
+
+    # Failures
+
+    def _failed(self, failure: Failure) -> None:
+        """The kernel's word has come: look at the process at once, if it is to be recorded in full."""
+        self.metrics.last_failure = time.time()
+        if self._limiter.allows(failure.key()) and self._output.room():
+            self._evidence[id(failure)] = self._observer.look(failure)
+
+    def _complete(self, failure: Failure) -> None:
+        seen = self._evidence.pop(id(failure), None)
+        if seen is None:
+            self._suppress(failure)
+            return
+        self._done.append((failure, seen))
+
+    def _suppress(self, failure: Failure) -> None:
+        layer, kind = self._layers.get(failure.key(), ("not-judged", ""))
+        self.metrics.failed(layer, kind)
+        self.metrics.suppressed += 1
+        key = (layer, failure.errno or look.UNKNOWN_ERRNO, failure.comm)
+        self._suppressed[key] = self._suppressed.get(key, 0) + 1
+
+    def _settle(self, now: float, *, all_of_them: bool = False) -> None:
+        """Write failures whose pages have been looked at a second time, or had none."""
+        for item in list(self._done):
+            failure, seen = item
+            if not all_of_them and seen.pages is not None and seen.stuck_or_enomem and now < seen.lasting_due:
+                continue
+            self._done.remove(item)
+            if seen.pages is not None and seen.stuck_or_enomem:
+                self._observer.look_again(seen)
+            self._record(failure, seen)
+
+    def _record(self, failure: Failure, seen: Evidence) -> None:
+        self._number += 1
+        name = f"failure-{self._number}"
+        lost = self._lost_now() - self._lost_seen
+        trace = self._observer.trace(failure, lost)
+        events: list[dict[str, Any]] = []
+        try:
+            for kind, keys in look.record_events(seen, trace, name):
+                seq = self._output.event(kind, **keys)
+                events.append({"seq": seq, "t": 0.0, "event": kind, **keys})
+            self._output.written += 1
+        except RecordProblem as problem:
+            self.metrics.record_problems += 1
+            self._say(str(problem))
+        verdict = self._judge(events)
+        layer = str(verdict.get("layer") or "unknown")
+        bug = verdict.get("class") or {}
+        kind = f"{bug.get('name')} {bug.get('state')}" if bug else ""
+        self._layers[failure.key()] = layer, kind
+        if len(self._layers) > 10_000:
+            self._layers.clear()
+        self.metrics.failed(layer, kind)
+        self._show(failure, seen, verdict, name)
+
+    def _judge(self, events: list[dict[str, Any]]) -> dict[str, Any]:
+        from regrepro import judge
+
+        end = {
+            "seq": (events[-1]["seq"] + 1) if events else 1,
+            "t": 0.0,
+            "event": "run-end",
+            "outcome": "finished",
+        }
+        plain = json.loads(json.dumps([*events, end], default=_plain))
+        memory = {"seq": (events[0]["seq"] - 1) if events else 0, "t": 0.0, "event": "memory-map"}
+        memory.update(self._observer.memory_map.as_record())
+        verdicts = judge.judge_record(Record(self._last_header, [memory, *plain]))["verdicts"]
+        return verdicts[0] if verdicts else {}
+
+    def _show(self, failure: Failure, seen: Evidence, verdict: dict[str, Any], name: str) -> None:
+        if self.options.as_json:
+            line = {
+                "record": str(self._output.path),
+                "failure": name,
+                "pid": failure.pid,
+                "comm": failure.comm,
+                "rank": seen.process.facts.get("rank"),
+                "container": seen.process.facts.get("container"),
+                "verb": failure.shown_verb,
+                "errno": failure.errno,
+                "address": failure.address,
+                "length": failure.length,
+                "layer": verdict.get("layer"),
+                "class": verdict.get("class"),
+                "reason": verdict.get("reason"),
+            }
+            print(json.dumps(line), flush=True)
+        elif not self.options.quiet:
+            rank = seen.process.facts.get("rank") or {}
+            number = rank.get("RANK") or rank.get("OMPI_COMM_WORLD_RANK") or rank.get("SLURM_PROCID")
+            who = f"{failure.comm} ({failure.pid}{f', rank {number}' if number else ''})"
+            place = f"{self._output.path.name}/{name}"
+            print(f"{time.strftime('%H:%M:%S')} {who}: {verdict.get('reason')} [{place}]", flush=True)
+
+    # Records
+
+    def _header(self) -> dict[str, Any]:
+        self._last_header: dict[str, Any] = {
+            "schema": "regrepro.record/1",
+            "run": {
+                "profile": look.SCENARIO,
+                "names": [],
+                "cuda": "auto",
+                "rdma_device": None,
+                "trace": "on",
+                "place": "as-allocated",
+                "expect": None,
+                "watch": {
+                    "bpftrace": ".".join(map(str, self._version)),
+                    "pins": self.options.pins,
+                    "rate": self.options.rate,
+                    "trampolines": self.options.trampolines,
+                },
+            },
+            "node": node_facts(),
+            "lab": None,
+            "stand_ins": _stand_ins(),
+        }
+        return self._last_header
+
+    def _begin_record(self) -> None:
+        (self._output.path / "program.bt").touch()
+        if self._engine is not None:
+            self._observer.refresh()
+        self._output.event("memory-map", **self._observer.memory_map.as_record())
+        self._tell(
+            "started",
+            functions=[item.name for item in self._functions.all()],
+            by_kprobe=[item.name for item in self._functions.all() if not item.by_trampoline],
+            missing=self._functions.missing,
+            copies=[copy.shown for copy in self._copies.known.values()],
+            not_followed=self._copies.problems,
+        )
+
+    def _tell(self, what: str, **keys: Any) -> None:
+        try:
+            self._output.event("watch", what=what, **keys)
+        except RecordProblem as problem:
+            self.metrics.record_problems += 1
+            self._say(str(problem))
+
+    def _end_record(self, path: Path) -> None:
+        """Judge a record that is complete, so that its directory is like any other run's."""
+        from regrepro import judge
+        from regrepro.record import read_record
+
+        with suppress(RegreproError, OSError):
+            verdicts = judge.judge_record(read_record(path))
+            (path / "verdicts.json").write_text(json.dumps(verdicts, indent=2) + "\n", encoding="utf-8")
+
+    def _lost_now(self) -> int:
+        engines = [item for item in (self._engine, self._next) if item is not None]
+        return self._lost_total + sum(item.correlator.counts.lost for item in engines)
+
+    def _count_lost(self) -> None:
+        lost = self._lost_now()
+        if lost > self._lost_seen:
+            self._tell("lost", events=lost - self._lost_seen)
+            self._say(f"{lost - self._lost_seen} events were lost: more failed at once than could be told")
+            self._lost_seen = lost
+
+    def _tell_suppressed(self) -> None:
+        if self._suppressed:
+            told = [
+                {"layer": layer, "errno": errno, "comm": comm, "count": count}
+                for (layer, errno, comm), count in sorted(self._suppressed.items())
+            ]
+            self._suppressed.clear()
+            self._tell("suppressed", failures=told)
+        if self._account.changed and self.options.registrations:
+            self._tell("registrations", **self._account.as_record())
+            self._account.changed = False
+
+    def _write_metrics(self) -> None:
+        self.metrics.lost = self._lost_now()
+        self.metrics.copies = len(self._copies.known)
+        self.metrics.copies_not_followed = len(self._copies.problems)
+        self.metrics.registrations = self._account.totals()
+        if self.options.metrics is not None:
+            try:
+                self.metrics.write(self.options.metrics)
+            except OSError as error:
+                self._say(f"cannot write {self.options.metrics}: {error.strerror}")
+
+    def _finish(self) -> None:
+        for engine in (self._engine, self._next):
+            if engine is not None:
+                engine.stop()
+                engine.correlator.flush()
+        self._settle(time.monotonic(), all_of_them=True)
+        self.metrics.watching = 0
+        if self._engine is not None:
+            self._count_lost()
+            self._tell_suppressed()
+            self._tell("stopped", failures=self.metrics.total, suppressed=self.metrics.suppressed)
+            self._write_metrics()
+        self._output.end("interrupted" if self._stop == signal.SIGINT else "finished")
+        self._copies.close()
+
+    def _told_start(self) -> str:
+        functions = self._functions
+        by = "trampolines" if all(item.by_trampoline for item in functions.all()) else "kprobes"
+        assert self._engine is not None
+        counted = self._engine.correlator.counts.attached
+        text = (
+            f"watching: {len(functions.all())} kernel functions by {by}, "
+            f"{len(self._copies.known)} copies of libibverbs ({counted} probes); "
+            f"records go to {self._output.path}"
+        )
+        missing = "; ".join(f"{name}: {why}" for name, why in functions.missing.items())
+        return f"{text}; not seen: {missing}" if missing else text
+
+
+def engine_file(output: Output) -> Path:
+    """Return where the program lies: beside the record that it makes."""
+    return output.path / "program.bt"
+
+
+def page_offsets() -> PageOffsets | None:
+    """Return where struct page has what is told of a page that would not move; None without BTF."""
+    try:
+        btf = Btf.of_running_kernel()
+        found = [
+            btf.offset("page", "lru"),
+            btf.offset("page", "flags"),
+            btf.offset("page", "_refcount"),
+            btf.offset("page", "_mapcount"),
+        ]
+        pincount = btf.offset("folio", "_pincount")
+    except (OSError, BtfError):
+        return None
+    lru, flags, refcount, mapcount = found
+    if lru is None:
+        lru = btf.offset("folio", "lru")
+    if lru is None or flags is None or refcount is None or mapcount is None:
+        return None
+    return PageOffsets(lru, flags, refcount, mapcount, pincount if pincount is not None else refcount)
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(type(value).__name__)
+
+
+def _stand_ins() -> list[dict[str, str]]:
+    if not Path("/sys/module/rdma_rxe").exists():
+        return []
+    return [
+        {
+            "name": "rdma_rxe",
+            "replaces": "an RDMA card",
+            "what": "soft-RoCE is loaded: failures of its devices are none of a card's",
+        }
+    ]
+
+
+def say_on_stderr(text: str) -> None:
+    """Tell a person, and the journal of systemd, what goes on."""
+    with suppress(OSError):
+        print(f"regrepro watch: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,417 @@
+"""`regrepro watch` without a kernel: its program's text, its lines, its records, its limits."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from regrepro.errors import EnvironmentProblem
+from regrepro.kernel.trace_probes import Returns
+from regrepro.watch import copies, process
+from regrepro.watch.events import Correlator, Failure
+from regrepro.watch.functions import Function, Functions, read_symbols
+from regrepro.watch.limiter import Limiter
+from regrepro.watch.lock import Lock
+from regrepro.watch.metrics import Metrics
+from regrepro.watch.output import Output
+from regrepro.watch.program import Dialect, Library, PageOffsets, make_program
+from regrepro.watch.registrations import Account
+
+REG = ("ibpd", "start", "length", "iova", "access", "udata")
+FUNCTIONS = Functions(
+    entries=[
+        Function("ib_uverbs_reg_mr", "ib_uverbs", ("attrs",)),
+        Function("ib_uverbs_handler_UVERBS_METHOD_REG_DMABUF_MR", "ib_uverbs", ("attrs",)),
+    ],
+    drivers=[Function("rxe_reg_user_mr", "rdma_rxe", REG, Returns.POINTER)],
+    carriers=[Function("ib_uverbs_ioctl", "ib_uverbs", ("filp", "cmd", "arg"))],
+    pins=[Function("pin_user_pages_fast", "", ("start", "nr_pages", "gup_flags", "pages"))],
+    inner=[Function("__gup_longterm_locked", "", ("mm",), Returns.LONG)],
+    open=Function("ib_uverbs_open", "ib_uverbs", ("inode", "filp")),
+    migrate=Function("migrate_pages", "", ("from", "a", "b", "c", "mode", "reason")),
+    reasons={9: "longterm_pin"},
+)
+NAMES = make_program(FUNCTIONS).names
+OFFSETS = PageOffsets(8, 0, 52, 48, 100)
+
+
+def number(name: str) -> int:
+    return NAMES.index(name)
+
+
+def line(text: str) -> str:
+    return json.dumps({"type": "printf", "data": text})
+
+
+class Seen:
+    """What a correlator hands out."""
+
+    def __init__(self) -> None:
+        self.at_once: list[Failure] = []
+        self.complete: list[Failure] = []
+        self.time = 0.0
+        self.correlator = Correlator(
+            NAMES,
+            self.at_once.append,
+            self.complete.append,
+            reasons=FUNCTIONS.reasons,
+            now=lambda: self.time,
+        )
+
+    def lines(self, *texts: str) -> None:
+        for text in texts:
+            self.correlator.line(line(text))
+
+
+# The program
+
+
+def test_the_program_is_silent_on_success() -> None:
+    """Every printf but the sign of life stands under a condition on a return value."""
+    text = make_program(FUNCTIONS, offsets=OFFSETS).text
+    for probe in text.splitlines():
+        if "printf" in probe and not probe.startswith(("BEGIN", "interval")):
+            assert "if (" in probe.partition("printf")[0], probe
+
+
+def test_the_heartbeat_is_attached_last() -> None:
+    probes = make_program(FUNCTIONS).text.splitlines()
+    assert probes[1].startswith("interval:s:1")
+
+
+def test_kernels_with_and_without_btf_are_followed_in_their_own_way() -> None:
+    by_trampoline = make_program(FUNCTIONS).text
+    assert "kretfunc:rdma_rxe:rxe_reg_user_mr" in by_trampoline
+    assert "args->start" in by_trampoline and "kprobe" not in by_trampoline
+    new = make_program(FUNCTIONS, dialect=Dialect.of((0, 23))).text
+    assert "fexit:rdma_rxe:rxe_reg_user_mr" in new and "args.start" in new and "kfunc" not in new
+    bare = Functions(
+        entries=[Function("ib_uverbs_reg_mr", "ib_uverbs")],
+        drivers=[Function("rxe_reg_user_mr", "rdma_rxe", None, Returns.POINTER)],
+        migrate=Function("migrate_pages", ""),
+    )
+    old = make_program(bare, offsets=OFFSETS).text
+    assert "kretprobe:rxe_reg_user_mr" in old and "args" not in old
+    assert "kprobe:rxe_reg_user_mr" in old and "arg4" in old
+
+
+def test_a_library_whose_reg_mr_jumps_into_iova2_has_one_return_probe_for_both() -> None:
+    functions = {"ibv_reg_mr": 0x200, "ibv_reg_mr_iova2": 0x100, "ibv_reg_mr:size": 11}
+    text = make_program(FUNCTIONS, [Library("/x.so", functions)]).text
+    assert text.count("uretprobe:/x.so:") == 1 and text.count("uprobe:/x.so:") == 2
+    functions["ibv_reg_mr:size"] = 124
+    text = make_program(FUNCTIONS, [Library("/x.so", functions)]).text
+    assert text.count("uretprobe:/x.so:") == 2
+
+
+def test_plain_pins_are_told_only_where_they_are_asked_for() -> None:
+    given = Functions(plain_pins=[Function("pin_user_pages", "", ("start", "nr_pages", "gup_flags"))])
+    assert "P|" not in make_program(given).text
+    text = make_program(given, plain_pins=("pin_user_pages",), longterm=256).text
+    assert "& 256) == 0" in text and '"P|' in text
+
+
+def test_symbols_are_found_with_their_module_and_only_if_they_are_one() -> None:
+    text = (
+        b"0000000000000000 t twice\n0000000000000000 T twice\n0000000000000000 T pin_user_pages\n"
+        b"0000000000000000 t ib_uverbs_reg_mr\t[ib_uverbs]\n0000000000000000 d data\n"
+        b"0000000000000000 T pin_user_pages_fast\n"
+    )
+    names = ["twice", "pin_user_pages", "ib_uverbs_reg_mr", "data", "absent"]
+    assert read_symbols(text, names) == {"pin_user_pages": "", "ib_uverbs_reg_mr": "ib_uverbs"}
+
+
+# Lines → failures
+
+
+def held_pin(tid: int = 7, user: int = 2) -> list[str]:
+    return [
+        f"M|{tid}|100|8|9",
+        f"S|{tid}|101|ffffea0000000040|1026|0|0|17",
+        f"I|{tid}|110|{number('__gup_longterm_locked')}|-12",
+        f"G|{tid}|120|{number('pin_user_pages_fast')}|-12|7f0000000000|8|101",
+        f"D|{tid}|130|{number('rxe_reg_user_mr')}|-12|7f0000000000|32768|7f0000000000|7",
+        f"K|{tid}|6|140|{number('ib_uverbs_reg_mr')}|-12|{1 << 40}|{user}|0|python3",
+    ]
+
+
+LIBRARY = "U|7|6|150|2|7f0000000000|32768|7f0000000000|7|0|python3"
+
+
+def test_a_failure_is_handed_out_at_once_and_is_complete_with_the_librarys_word() -> None:
+    seen = Seen()
+    seen.lines(*held_pin())
+    assert len(seen.at_once) == 1 and not seen.complete
+    seen.lines(LIBRARY)
+    (failure,) = seen.complete
+    assert failure is seen.at_once[0]
+    assert (failure.verb, failure.errno, failure.address, failure.length, failure.access) == (
+        "ibv_reg_mr_iova2",
+        "ENOMEM",
+        0x7F0000000000,
+        32768,
+        7,
+    )
+    assert [item.function for item in failure.inner] == [
+        "migrate_pages",
+        "__gup_longterm_locked",
+        "pin_user_pages_fast",
+        "rxe_reg_user_mr",
+    ]
+    assert failure.stuck[0].refcount == 1026 and failure.pin_calls == 1
+
+
+def test_a_program_that_does_not_use_a_followed_library_is_caught_by_the_kernel_alone() -> None:
+    seen = Seen()
+    seen.lines(*held_pin(user=0))
+    assert len(seen.complete) == 1 and seen.complete[0].verb == ""
+    assert seen.complete[0].shown_verb == "ibv_reg_mr" and seen.complete[0].address == 0x7F0000000000
+
+
+def test_a_process_that_dies_before_the_library_returns_is_not_waited_for() -> None:
+    seen = Seen()
+    seen.lines(*held_pin())
+    seen.correlator.overdue(0.5)
+    assert not seen.complete
+    seen.correlator.overdue(1.5)
+    assert len(seen.complete) == 1 and seen.complete[0].user_missing
+
+
+def test_two_threads_that_fail_at_the_same_moment_are_told_apart() -> None:
+    seen = Seen()
+    mixed = [text for pair in zip(held_pin(7), held_pin(8), strict=True) for text in pair]
+    seen.lines(*mixed, LIBRARY, LIBRARY.replace("U|7|", "U|8|"))
+    assert {failure.tid for failure in seen.complete} == {7, 8}
+    assert all(len(failure.inner) == 4 and len(failure.stuck) == 1 for failure in seen.complete)
+
+
+def test_inner_failures_of_a_request_that_went_on_well_belong_to_no_later_one() -> None:
+    seen = Seen()
+    seen.lines(f"I|7|110|{number('__gup_longterm_locked')}|-12")
+    seen.lines(f"K|7|6|9000000000|{number('ib_uverbs_reg_mr')}|-22|0|0|0|x")
+    assert seen.complete[0].inner == []
+
+
+def test_a_refusal_that_no_handler_saw_has_the_carriers_errno() -> None:
+    seen = Seen()
+    seen.lines(f"C|7|140|{number('ib_uverbs_ioctl')}|-5", LIBRARY)
+    (failure,) = seen.complete
+    assert failure.errno == "EIO" and failure.errno_how == "observed" and failure.function == ""
+
+
+def test_an_errno_that_nobody_said_is_not_made_up() -> None:
+    seen = Seen()
+    seen.lines(LIBRARY)
+    assert seen.complete[0].errno is None and seen.complete[0].errno_how == "missing"
+
+
+def test_a_provider_without_dmabuf_is_inferred() -> None:
+    seen = Seen()
+    seen.lines("U|7|6|150|3|0|4096|0|0|0|python3")
+    assert seen.complete[0].errno == "EOPNOTSUPP" and seen.complete[0].errno_how == "inferred"
+
+
+def test_events_of_an_engine_that_is_not_in_charge_do_not_count() -> None:
+    seen = Seen()
+    seen.correlator.accepts = lambda ns: ns >= 1000
+    seen.lines(*held_pin(), LIBRARY)
+    assert not seen.at_once and not seen.complete
+
+
+def test_what_is_lost_or_malformed_is_counted() -> None:
+    seen = Seen()
+    said: list[str] = []
+    seen.correlator.on_error = said.append
+    seen.correlator.line('{"type": "lost_events", "data": {"events": 12}}')
+    seen.correlator.line('{"type": "attached_probes", "data": {"probes": 12}}')
+    seen.lines("K|7|oops", "H|5")
+    seen.correlator.line("stdin:1:1: ERROR: no")
+    counts = seen.correlator.counts
+    assert (counts.lost, counts.attached, counts.malformed, counts.heartbeats) == (12, 12, 1, 1)
+    assert said == ["stdin:1:1: ERROR: no"]
+
+
+def test_a_command_name_may_hold_anything() -> None:
+    seen = Seen()
+    seen.lines(f"K|7|6|140|{number('ib_uverbs_reg_mr')}|-12|0|0|0|a|b c")
+    assert seen.complete[0].comm == "a|b c"
+
+
+# Copies of libibverbs
+
+
+def test_copies_are_found_by_what_processes_have_mapped() -> None:
+    maps = (
+        "7f00-7f01 r--p 00000000 08:01 11 /usr/lib/x86_64-linux-gnu/libibverbs.so.1.14.44.0\n"
+        "7f01-7f02 r-xp 00001000 08:01 11 /usr/lib/x86_64-linux-gnu/libibverbs.so.1.14.44.0\n"
+        "7f03-7f04 r-xp 00001000 08:01 12 /opt/app/libibverbs-1234abcd.so.1 (deleted)\n"
+        "7f05-7f06 r-xp 00001000 08:01 13 /usr/lib/libmlx5.so.1\n"
+    )
+    assert list(copies.mapped_copies(maps)) == [
+        ("/usr/lib/x86_64-linux-gnu/libibverbs.so.1.14.44.0", False),
+        ("/opt/app/libibverbs-1234abcd.so.1", True),
+    ]
+
+
+def test_the_default_version_of_a_function_is_the_one_that_programs_call() -> None:
+    found = copies.system_copies()
+    if not found:
+        pytest.skip("needs libibverbs.so.1: apt-get install libibverbs1")
+    functions = copies.verbs_in(found[0].read_bytes())
+    assert {"ibv_reg_mr", "ibv_reg_mr_iova2", "ibv_reg_dmabuf_mr"} <= set(functions)
+    known = copies.dynamic_functions(found[0].read_bytes())
+    assert known["ibv_reg_mr"][0] == functions["ibv_reg_mr"]
+
+
+@pytest.mark.parametrize("blob", [b"", b"\x7fELF\x01\x01", b"\x7fELF\x02\x01" + bytes(58), os.urandom(512)])
+def test_what_is_no_library_is_said_to_be_none(blob: bytes) -> None:
+    with pytest.raises(copies.NotElf):
+        copies.dynamic_functions(blob)
+
+
+def test_a_copy_is_followed_once_however_it_is_reached(tmp_path: Path) -> None:
+    found = copies.system_copies()
+    if not found:
+        pytest.skip("needs libibverbs.so.1: apt-get install libibverbs1")
+    link = tmp_path / "libibverbs.so.1"
+    link.symlink_to(found[0])
+    known = copies.Copies()
+    assert known.add_file(found[0], "one") and not known.add_file(link, "two")
+    other = tmp_path / "copy.so"
+    other.write_bytes(found[0].read_bytes())
+    assert known.add_file(other, "three") and len(known.libraries()) == 2
+    other.unlink()
+    assert Path(known.libraries()[1].path).read_bytes()[:4] == b"\x7fELF"
+    known.close()
+
+
+# Processes
+
+
+def test_rank_variables_are_kept_and_nothing_else_of_an_environment() -> None:
+    environ = "HOME=/root\0RANK=3\0SLURM_JOB_ID=77\0SECRET=x\0OMPI_COMM_WORLD_RANK=3\0SLURM_TOKEN=y\0"
+    assert process.rank_variables(environ) == {"RANK": "3", "SLURM_JOB_ID": "77", "OMPI_COMM_WORLD_RANK": "3"}
+
+
+def test_a_container_is_told_by_its_control_group() -> None:
+    name = "0::/kubepods.slice/kubepods-pod1.slice/cri-containerd-" + "ab" * 32 + ".scope"
+    assert process.container_of(name) == {"runtime": "kubepods", "id": "ab" * 32}
+    assert process.container_of("0::/user.slice/session-1.scope") is None
+
+
+def test_the_mapping_of_an_address_and_what_backs_it() -> None:
+    maps = (
+        "10000-20000 rw-p 00000000 00:00 0 \n20000-30000 rw-s 00000000 00:01 5 /memfd:x (deleted)\n"
+        "30000-40000 rw-s 00000000 08:01 6 /data/file\n40000-50000 rw-s 00000000 00:05 7 /dev/nvidia0\n"
+    )
+    first, lines = process.vma_of(maps, 0x1F000, 0x2000)
+    assert first.startswith("10000-20000") and len(lines) == 2
+    backings = [process.backing_of(text) for text in maps.splitlines()]
+    assert backings == ["anonymous", "memfd", "file", "device"]
+    assert process.vma_of(maps, 0x90000, 1) == ("", []) and process.backing_of("") == "unknown"
+
+
+def test_a_process_that_is_gone_leaves_names_of_what_was_not_read(tmp_path: Path) -> None:
+    gone = process.read_process(4, tmp_path)
+    assert gone.facts["pid"] == 4 and gone.capabilities is None
+    assert any("status" in text for text in gone.problems)
+
+
+def test_this_process_is_read() -> None:
+    own = process.read_process(os.getpid())
+    assert own.facts["comm"] and own.capabilities is not None and not own.problems
+    assert "memlock_soft" in own.limits
+
+
+# Limits, output, metrics, lock
+
+
+def test_the_limiter_lets_bursts_through_and_not_the_same_over_and_over() -> None:
+    time = [0.0]
+    limiter = Limiter(rate=1.0, burst=4, each=2, window=60.0, now=lambda: time[0])
+    assert [limiter.allows("a") for _ in range(3)] == [True, True, False]
+    assert [limiter.allows(key) for key in "bcd"] == [True, True, False]
+    time[0] = 1.0
+    assert limiter.allows("e") and not limiter.allows("f")
+    time[0] = 61.0
+    assert limiter.allows("a")
+
+
+def header() -> dict[str, Any]:
+    return {"run": {}, "node": {}, "lab": None, "stand_ins": []}
+
+
+def output(path: Path, **limits: int) -> Output:
+    made = Output(path, header, **{"rotate": 1 << 20, "quota": 1 << 20, **limits})
+    made.on_begin = lambda: (made.path / "program.bt").touch()  # noqa: PLW0108 - the path changes
+    return made
+
+
+def test_a_record_that_is_full_or_moved_away_is_followed_by_a_new_one(tmp_path: Path) -> None:
+    out = output(tmp_path, rotate=1000)
+    out.event("watch", what="x" * 900)
+    first = out.path
+    assert out.due()
+    out.begin()
+    assert out.path != first and not out.due()
+    assert '"run-end"' in (first / "record.jsonl").read_text()
+    (out.path / "record.jsonl").rename(out.path / "record.jsonl.1")
+    assert out.due()
+
+
+def test_the_oldest_directories_give_way_to_the_quota_and_nothing_else_does(tmp_path: Path) -> None:
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "20200101-000000-someone").mkdir()
+    ended: list[Path] = []
+    out = output(tmp_path, quota=5000)
+    out.on_end = ended.append
+    for _ in range(4):
+        out.begin()
+        out.event("watch", what="x" * 2000)
+    out.begin()
+    assert len(ended) == 4 and out.removed >= 2
+    assert (tmp_path / "notes").exists() and (tmp_path / "20200101-000000-someone").exists()
+    assert out.path.exists() and out.used() <= 5000 + 3000
+    assert sum(path.exists() for path in ended) < 4
+
+
+def test_a_second_watch_says_who_holds_the_first(tmp_path: Path) -> None:
+    lock = Lock(tmp_path / "out", tmp_path / "lock")
+    with pytest.raises(EnvironmentProblem, match=f"process {os.getpid()} since .*{tmp_path}/out"):
+        Lock(tmp_path / "other", tmp_path / "lock")
+    lock.release()
+    Lock(tmp_path / "other", tmp_path / "lock").release()
+
+
+def test_metrics_are_text_that_prometheus_reads(tmp_path: Path) -> None:
+    metrics = Metrics(watching=1, started=1.5)
+    metrics.failed("page-migration", "B proven")
+    metrics.failed("page-migration", "B proven")
+    metrics.failed('odd"layer')
+    metrics.registrations = {("host", "rxe"): (3, 4096)}
+    path = tmp_path / "regrepro.prom"
+    metrics.write(path)
+    lines = path.read_text().splitlines()
+    assert 'regrepro_watch_failures_total{layer="page-migration",class="B proven"} 2' in lines
+    assert 'regrepro_watch_failures_total{layer="odd\\"layer",class=""} 1' in lines
+    assert "regrepro_watch_up 1" in lines and "regrepro_watch_lost_events_total 0" in lines
+    assert 'regrepro_watch_registered_bytes_total{path="host",driver="rxe"} 4096' in lines
+    names = [text.split()[2] for text in lines if text.startswith("# TYPE")]
+    assert len(names) == len(set(names)) and list(tmp_path.iterdir()) == [path]
+
+
+def test_the_account_adds_what_the_kernel_counted() -> None:
+    account = Account()
+    names = ["rxe_reg_user_mr"]
+    for _ in range(2):
+        account.take({"@count": {"0,1,42,app,x": 3}}, names)
+        account.take({"@bytes": {"0,1,42,app,x": 12288}}, names)
+        account.take({"@sizes": {"0,1": [{"min": 4096, "max": 8191, "count": 3}]}}, names)
+    account.take({"@other": {"9": 1}, "@count": {"7,9,x": 1}}, names)
+    assert account.totals() == {("host", "rxe"): (6, 24576)}
+    told = account.as_record()
+    assert told["registrations"][0]["comm"] == "app,x" and told["sizes"][0]["buckets"] == [[4096, 6]]
