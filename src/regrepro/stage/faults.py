@@ -393,11 +393,18 @@ class Faults:
             return
         name = self._stage.backend.registrar().device
         reading, writing = os.pipe()
+        ready, go = os.pipe()
         pid = os.fork()
         if pid == 0:
             os.close(reading)
+            os.close(go)
+            os.read(ready, 1)
             _exhaust(name, writing)
+        if self._stage._tracer is not None:
+            self._stage._tracer.follow(os.getpid())  # and not the child with its half a million registrations
         os.close(writing)
+        os.close(ready)
+        os.close(go)
         said = b""
         try:
             while not said.endswith(b"\n") and (chunk := os.read(reading, 100)):
