@@ -6,6 +6,7 @@
  */
 #include <dlfcn.h>
 #include <errno.h>
+#include <limits.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -80,6 +81,7 @@ struct rr_cuda {
 	int (*cu_get_error_name)(int error, const char **name);
 	int (*cu_device_get)(int *device, int ordinal);
 	int (*cu_device_get_attribute)(int *value, int attribute, int device);
+	int (*cu_device_get_name)(char *name, int size, int device);
 	int (*cu_mem_get_allocation_granularity)(size_t *granularity, const struct cu_allocation_prop *prop, int option);
 	int (*cu_mem_create)(uint64_t *handle, size_t length, const struct cu_allocation_prop *prop, uint64_t flags);
 	int (*cu_mem_release)(uint64_t handle);
@@ -125,6 +127,7 @@ static const struct entry_point driver_entries[] = {
 	ENTRY("cuGetErrorName", cu_get_error_name),
 	ENTRY("cuDeviceGet", cu_device_get),
 	ENTRY("cuDeviceGetAttribute", cu_device_get_attribute),
+	ENTRY("cuDeviceGetName", cu_device_get_name),
 	ENTRY("cuMemGetAllocationGranularity", cu_mem_get_allocation_granularity),
 	ENTRY("cuMemCreate", cu_mem_create),
 	ENTRY("cuMemRelease", cu_mem_release),
@@ -404,6 +407,26 @@ int rr_cu_dmabuf_fd(struct rr_cuda *cuda, uint64_t address, size_t length, uint6
 	if (!cuda->cu_mem_get_handle_for_address_range)
 		return -ENOSYS;
 	return cuda->cu_mem_get_handle_for_address_range(fd, address, length, CU_RANGE_HANDLE_DMA_BUF_FD, flags);
+}
+
+int rr_cu_device_name(struct rr_cuda *cuda, int device, char *name, size_t size)
+{
+	int handle = 0, error;
+
+	if (!size || size > INT_MAX)
+		return -EINVAL;
+	name[0] = '\0';
+	if (!cuda->cu_init || !cuda->cu_device_get || !cuda->cu_device_get_name)
+		return -ENOSYS;
+	error = cuda->cu_init(0);
+	if (error)
+		return error;
+	error = cuda->cu_device_get(&handle, device);
+	if (error)
+		return error;
+	error = cuda->cu_device_get_name(name, (int)size, handle);
+	name[size - 1] = '\0';
+	return error;
 }
 
 int rr_cu_device_attribute(struct rr_cuda *cuda, int device, int attribute, int *value)

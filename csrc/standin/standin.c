@@ -21,6 +21,7 @@
 #include <pthread.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
@@ -427,6 +428,14 @@ EXPORT int cuDeviceGet(int *device, int ordinal)
 {
 	*device = ordinal;
 	return ordinal ? INVALID_DEVICE : SUCCESS;
+}
+
+EXPORT int cuDeviceGetName(char *name, int size, int device)
+{
+	if (device || size < 1)
+		return INVALID_DEVICE;
+	snprintf(name, (size_t)size, "%s", regrepro_standin_name());
+	return SUCCESS;
 }
 
 #define ATTRIBUTE_DMA_BUF_SUPPORTED 124

@@ -38,6 +38,7 @@ static void exercise_real(struct rr_cuda *cuda)
 {
 	struct rr_cuda_pointer pointer;
 	struct rr_cuda_vmm vmm = { 0 };
+	char name[8] = "x";
 	uint64_t address = 1;
 	int value = 0, fd = 0;
 
@@ -57,6 +58,7 @@ static void exercise_real(struct rr_cuda *cuda)
 	CHECK(rr_cu_vmm_free(cuda, &vmm) == -ENOSYS);
 	CHECK(rr_cu_dmabuf_fd(cuda, 0x10000, 4096, 0, &fd) == -ENOSYS && fd == -1);
 	CHECK(rr_cu_device_attribute(cuda, 0, 124, &value) == -ENOSYS);
+	CHECK(rr_cu_device_name(cuda, 0, name, sizeof(name)) == -ENOSYS && !name[0]);
 	CHECK(rr_cuda_stand_in_contract(cuda, 1) == -ENOSYS);
 	CHECK(rr_cuda_stand_in_errno(cuda) == -ENOSYS);
 }
@@ -93,6 +95,7 @@ static void exercise_stand_in(struct rr_cuda *cuda)
 	size_t page = (size_t)sysconf(_SC_PAGESIZE);
 	struct rr_cuda_pointer pointer;
 	struct rr_cuda_vmm vmm;
+	char name[8];
 	uint64_t device = 0;
 	int fd = 0;
 
@@ -108,6 +111,9 @@ static void exercise_stand_in(struct rr_cuda *cuda)
 	CHECK(rr_cuda_free(cuda, device) == 0);
 	CHECK(rr_cuda_free(cuda, device) != 0);
 	CHECK(rr_cu_vmm_alloc(cuda, 0, page, 1, &vmm) == -ENOSYS);
+	CHECK(rr_cu_device_name(cuda, 0, name, sizeof(name)) == 0 && strlen(name) == sizeof(name) - 1);
+	CHECK(rr_cu_device_name(cuda, 1, name, sizeof(name)) > 0);
+	CHECK(rr_cu_device_name(cuda, 0, name, 0) == -EINVAL);
 }
 
 int main(int argc, char **argv)

@@ -162,3 +162,10 @@ def test_the_stand_in_refuses_what_is_not_mapped_and_tells_the_errno(stand_in: r
     with pytest.raises(room.CudaError, match="cudaErrorOperatingSystem") as caught:
         stand_in.host_register(0x1000, 4096)
     assert caught.value.errno is not None
+
+
+def test_what_the_stand_in_says_of_its_device(stand_in: room.Cuda) -> None:
+    facts = stand_in.device_facts()
+    assert facts["name"] == "regrepro CUDA stand-in"
+    assert set(facts) == {"name", *room.DEVICE_ATTRIBUTES}
+    assert stand_in.device_facts(3)["name"] == "CUresult 101"

@@ -76,6 +76,9 @@ class FakeCuda:
     def versions(self) -> dict[str, str | None]:
         return {"runtime": None, "driver": None}
 
+    def device_facts(self, gpu: int) -> dict[str, int | str]:
+        return {"name": "made of numbers"}
+
     def device_attribute(self, name: str, gpu: int) -> int:
         return 0
 

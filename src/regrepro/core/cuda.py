@@ -207,6 +207,22 @@ class Cuda:
         """Make `device` current for this thread."""
         self._check(lib.rr_cuda_set_device(self._handle, device), "cudaSetDevice")
 
+    def device_facts(self, device: int = 0) -> dict[str, int | str]:
+        """Return the device's name and `DEVICE_ATTRIBUTES`; where a value is refused, CUDA's error."""
+        facts: dict[str, int | str] = {}
+        buffer = ffi.new("char[]", 256)
+        try:
+            self._check(lib.rr_cu_device_name(self._handle, device, buffer, 256), "cuDeviceGetName")
+            facts["name"] = _text(buffer)
+        except CudaError as error:
+            facts["name"] = error.name
+        for name in DEVICE_ATTRIBUTES:
+            try:
+                facts[name] = self.device_attribute(name, device)
+            except CudaError as error:
+                facts[name] = error.name
+        return facts
+
     def device_attribute(self, name: str, device: int = 0) -> int:
         """Value of a device attribute by its name in `DEVICE_ATTRIBUTES`."""
         value = ffi.new("int *")

@@ -365,6 +365,7 @@ class CudaMemory:
         if cuda is not None:
             facts["pointer"] = self._pointer(cuda, buffer.address)
             facts["cuda_versions"] = cuda.versions()
+            facts["gpu"] = cuda.device_facts(stage.backend.options.gpu)
         stage._event(
             "step",
             name="cuda-memory",
