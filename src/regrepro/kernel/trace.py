@@ -13,7 +13,8 @@ import re
 import time
 import weakref
 from _thread import get_native_id
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -318,6 +319,23 @@ class Tracer:
             trace_fs.write_truncating(instance / "set_event_pid", tids or str(pid))
         except OSError as error:
             self._why = f"process {pid} cannot be followed: {_said(error)}"
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Take the probes out of the kernel for the length of a `with` block, in which nothing is followed.
+
+        For what would hit them so often that they only cost.
+        """
+        if not self._armed:
+            yield
+            return
+        assert self.instance is not None
+        switch = self.instance / "events" / self._group / "enable"
+        trace_fs.write(switch, "0")
+        try:
+            yield
+        finally:
+            trace_fs.write(switch, "1")
 
     def begin(self, *, stack: bool = False) -> Token | None:
         """Start following a call; None where tracing is not available.

@@ -19,7 +19,7 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -88,6 +88,10 @@ class Faults:
     def _in_lab(self, what: str) -> None:
         if not self._stage.backend.in_lab:
             raise Unmet("lab", f"{what} could hurt a node", "run it in a virtual machine: regrepro lab run")
+
+    def _untraced(self) -> AbstractContextManager[None]:
+        tracer: Any = self._stage._tracer
+        return tracer.paused() if tracer is not None else nullcontext()
 
     # Limits
 
@@ -393,22 +397,16 @@ class Faults:
             return
         name = self._stage.backend.registrar().device
         reading, writing = os.pipe()
-        ready, go = os.pipe()
         pid = os.fork()
         if pid == 0:
             os.close(reading)
-            os.close(go)
-            os.read(ready, 1)
             _exhaust(name, writing)
-        if self._stage._tracer is not None:
-            self._stage._tracer.follow(os.getpid())  # and not the child with its half a million registrations
         os.close(writing)
-        os.close(ready)
-        os.close(go)
         said = b""
         try:
-            while not said.endswith(b"\n") and (chunk := os.read(reading, 100)):
-                said += chunk
+            with self._untraced():  # half a million registrations
+                while not said.endswith(b"\n") and (chunk := os.read(reading, 100)):
+                    said += chunk
             words = said.decode("ascii", "replace").split()
             if len(words) != 2:
                 raise RuntimeError(f"the process that was to register all MRs said {said!r}")
@@ -416,8 +414,9 @@ class Faults:
             yield
         finally:
             os.close(reading)
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)  # the kernel has deregistered them all then
+            with self._untraced():
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)  # the kernel has deregistered them all then
 
     @contextmanager
     def no_permission(self) -> Iterator[None]:
