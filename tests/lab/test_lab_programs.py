@@ -34,7 +34,7 @@ ROWS = [
     Row(
         "7.3 hugetlb_cma=2G, two nodes",
         LabOptions("7.3", ("hugetlb_cma=2G",), numa=2),
-        (("guest_audit.py", "hugetlb_cma"),),
+        (("guest_audit.py", "hugetlb_cma"), ("guest_cuda.py",)),
     ),
     Row(
         "7.3 hugetlb_cma=2G, nodes too small",
@@ -55,7 +55,7 @@ ROWS = [
     *(
         Row(f"{series} movablecore=512M", LabOptions(series, ("movablecore=512M",)), programs)
         for series, programs in (
-            ("6.12", (("guest_audit.py", "movablecore"), ("guest_core.py", *REFUSES))),
+            ("6.12", (("guest_audit.py", "movablecore"), ("guest_core.py", *REFUSES), ("guest_cuda.py",))),
             ("6.1", (("guest_audit.py", "movablecore"), ("guest_core.py", *REFUSES))),
             ("5.10", (("guest_core.py", *REGISTERS),)),
         )
