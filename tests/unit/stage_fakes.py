@@ -252,6 +252,10 @@ class FakeBackend:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         self.node = node
 
+    def give_back(self, address: int, marks: Any) -> None:
+        for index in numpy.flatnonzero(marks):
+            self.pages.pop(address + int(index) * PAGE_SIZE, None)
+
     def cma_cap(self) -> int | None:
         return self.cap
 

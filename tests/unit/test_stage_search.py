@@ -81,16 +81,17 @@ def test_the_node_is_asked_for_while_searching_and_no_longer(tmp_path: Path) -> 
     assert asked == [1, None]
 
 
-def test_ordinary_pages_are_taken_before_pressure_brings_out_the_others(tmp_path: Path) -> None:
+def test_ordinary_pages_are_taken_once_pressure_is_gone(tmp_path: Path) -> None:
     backend = FakeBackend(options=PRESSURE)
-    backend.pattern = lambda n: CMA if backend.pressed else 0
+    backend.pattern = lambda n: CMA if backend.pressed and backend.pressed[-1][0] else 0
     bench = Bench(tmp_path, backend)
     bench.stage.buffer(pages=8, place={"unpinnable": [0, 7]})
     [made] = bench.events("buffer")
     assert places(made) == ["cma"] + ["ordinary"] * 6 + ["cma"]
     assert made["placed"] == "pressure"
     assert backend.pressed[0][0] >= 2 * PAGE_SIZE
-    assert backend.pressed[-1] == (0, None)
+    assert backend.pressed[1:] == [(0, None)]
+    assert "helped" not in made["search"]
 
 
 def test_no_pressure_where_only_ordinary_pages_are_wanted(tmp_path: Path) -> None:
@@ -106,6 +107,25 @@ def test_pressure_is_given_back_where_it_did_not_help(tmp_path: Path) -> None:
         Bench(tmp_path, backend).stage.buffer(pages=8, place="unpinnable")
     assert backend.pressed[-1] == (0, None)
     assert backend.ranges == []
+
+
+def test_pages_that_are_moved_away_meanwhile_are_sought_again(tmp_path: Path) -> None:
+    backend = FakeBackend(lambda n: n % 2)
+    gather, moves = backend.gather, [2]
+
+    def moving(sources: Any, target: int) -> None:
+        gather(sources, target)
+        if moves[0]:
+            moves[0] -= 1
+            backend.pages[target] = (9000, 1 - backend.pages[target][1])
+
+    backend.gather = moving  # type: ignore[method-assign]
+    bench = Bench(tmp_path, backend)
+    bench.stage.buffer(pages=4, place="unpinnable")
+    assert places(bench.events("buffer")[0]) == ["cma"] * 4
+    moves[0] = 10**6
+    with pytest.raises(Unmet, match="moved away again"):
+        bench.stage.buffer(pages=4, place="unpinnable")
 
 
 def test_what_drivers_live_on_is_left_to_them(tmp_path: Path) -> None:

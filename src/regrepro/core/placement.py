@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from regrepro._core import ffi, lib
@@ -28,6 +30,30 @@ def map_on_node(address: int, length: int, node: int) -> None:
     status = lib.rr_map_on_node(address, length, node)
     if status and node:
         raise OSError(-status, f"memory of NUMA node {node} alone: {os.strerror(-status)}")
+
+
+_THP = Path("/sys/kernel/mm/transparent_hugepage")
+
+
+def quiet_huge_pages(folder: Path = _THP) -> bool | None:
+    """Return how to ask for memory in huge pages without having the kernel compact memory for them.
+
+    Compaction moves other pages upward in a zone, into CMA for one, and so away from where they were put. The
+    answer is `huge` of `Range.anonymous`: None (the system's setting gives them), True (ask for them), False
+    (there is no way but compaction, or no huge pages). See vma_alloc_folio's gfp in `vma_thp_gfp_mask`,
+    mm/huge_memory.c.
+    """
+    chosen = []
+    for name in ("enabled", "defrag"):
+        try:
+            found = re.search(r"\[(\S+)\]", (folder / name).read_text(encoding="ascii"))
+        except OSError:
+            return False
+        chosen.append(found[1] if found else "")
+    enabled, defrag = chosen
+    if enabled == "always" and defrag in ("madvise", "never"):
+        return None
+    return enabled == "madvise" and defrag == "never"
 
 
 def drop_pages(address: int, marks: npt.NDArray[np.uint8]) -> int:

@@ -30,6 +30,7 @@ from regrepro.kernel.leftovers import Entry, Journal
 from regrepro.kernel.zones import PAGE_SIZE, Zone, read_meminfo, read_zones
 
 if TYPE_CHECKING:
+    from regrepro.core.memory import Range
     from regrepro.kernel.memorymap import MemoryMap
 
 NEED = "pressure"
@@ -42,7 +43,9 @@ _PR_SET_PDEATHSIG = 1
 
 _CHUNK = 128 * _MIB
 # Free memory in large pieces that huge pages leave alone: they must not make the kernel compact.
-_HUGE_SPARE = 64 * _MIB
+_HUGE_SPARE = 16 * _MIB
+# So near to the balance of ordinary memory and CMA single pages are looked at.
+_NEAR = 4 * _MIB
 # What the counters of /proc/zoneinfo may lag behind (per-CPU differences, lists of freed pages), and what a
 # search touches beside the pages that it wants.
 _MARGIN = 16 * _MIB
@@ -545,6 +548,14 @@ def _end(pid: int) -> None:
         time.sleep(0.002)
 
 
+def map_for(length: int, *, huge: bool) -> Range:
+    """Map memory to be held, in huge pages where that moves no others; not populated. Raises OSError."""
+    from regrepro.core.memory import Range as Memory
+    from regrepro.core.placement import quiet_huge_pages
+
+    return Memory.anonymous(length, huge=quiet_huge_pages() if huge else False)
+
+
 class _Holder:
     """The child: holds memory as it is told, until the socket closes."""
 
@@ -624,6 +635,7 @@ class _Holder:
         self._seconds = seconds
         self._threads = max(1, min(len(os.sched_getaffinity(0)), _MOST_THREADS))
         excess = (wanted + max(_MARGIN, wanted // 4)) // PAGE_SIZE
+        reached = 0
         first = self._look()
         if first.kind is None:
             raise _Refused(
@@ -634,12 +646,11 @@ class _Holder:
             self._check_possible(first, wanted, excess)
             self._goal = self._held + max(0, first.before + excess) * PAGE_SIZE
             self._fill()
-            self._exceed(excess)
+            reached = self._exceed(excess)
         last = self._look()
-        if first.kind == "cma" and (last.kind != "cma" or -last.before * PAGE_SIZE < wanted):
-            comes = _mib(max(0, -last.before) * PAGE_SIZE)
+        if first.kind == "cma" and reached * PAGE_SIZE < wanted:
             raise _Refused(
-                f"with {_mib(self._held)} held, {comes} would come out of CMA before ordinary memory, "
+                f"with {_mib(self._held)} held, {_mib(reached * PAGE_SIZE)} would come out of CMA first, "
                 f"where {_mib(wanted)} are wanted",
                 "try again on a quieter node, or --place online-movable",
             )
@@ -648,7 +659,7 @@ class _Holder:
             held=self._held,
             huge=self._huge,
             wanted=wanted,
-            excess=max(0, -last.before) * PAGE_SIZE if last.kind == "cma" else 0,
+            excess=reached * PAGE_SIZE,
             limit=self._limit,
             reserve=last.reserve * PAGE_SIZE,
             free=last.free * PAGE_SIZE,
@@ -691,25 +702,24 @@ class _Holder:
 
     def _fill(self) -> None:
         """Hold ordinary memory until it is as scarce as CMA."""
-        from regrepro.core.memory import Range, thp_size
+        from regrepro.core.memory import thp_size
+        from regrepro.core.placement import quiet_huge_pages
 
-        huge_size = thp_size() or 0
+        huge_size = (thp_size() or 0) if quiet_huge_pages() is not False else 0
         while True:
             seen = self._look()
             before = seen.before * PAGE_SIZE
-            if seen.kind != "cma" or before <= 0:
+            # Around the balance the kernel hands out both in turn: the rest is for _exceed.
+            if seen.kind != "cma" or before < _NEAR:
                 return
             self._check_going(seen)
             size = min(before, _CHUNK * self._threads, self._most() - self._held, seen.room * PAGE_SIZE)
             size = size // PAGE_SIZE * PAGE_SIZE
             if size < PAGE_SIZE:
                 return
-            huge = self._huge_bytes(huge_size, size, seen)
-            if huge:
-                memory = Range.anonymous(huge, huge=True)
-                self._huge += huge
-            else:
-                memory = Range.anonymous(size, huge=False)
+            large = self._huge_bytes(huge_size, size, seen)
+            self._huge += large
+            memory = map_for(large or size, huge=bool(large))
             self._ranges.append(memory)
             memory.populate(threads=self._threads)
             self._held += memory.length
@@ -728,10 +738,11 @@ class _Holder:
         usable = min(size - huge_size, large) // huge_size * huge_size
         return usable if usable >= 4 * huge_size else 0
 
-    def _exceed(self, excess: int) -> None:
-        """Have `excess` pages more of free CMA than of ordinary memory.
+    def _exceed(self, excess: int) -> int:
+        """Have `excess` pages more of free CMA than of ordinary memory. Returns how many there are.
 
-        From here on the kernel hands out both in turn: what is CMA is given back, the rest is held.
+        Near the balance the kernel hands out both in turn: what is ordinary stays held, what is CMA is given
+        back at the end. Not before: freed pages wait on a list of this CPU and would be handed out again.
         """
         import numpy
 
@@ -739,13 +750,15 @@ class _Holder:
         from regrepro.core.placement import drop_pages
         from regrepro.kernel.memorymap import ORDINARY
 
+        taken: list[tuple[int, Any]] = []
+        spare = 0  # CMA pages that are held for now
         while True:
             seen = self._look()
-            lacking = seen.before + excess
+            lacking = seen.before - spare + excess
             if seen.kind != "cma" or lacking <= 0:
-                return
+                break
             self._check_going(seen)
-            left = (self._most() - self._held) // PAGE_SIZE
+            left = (self._most() - self._held) // PAGE_SIZE - spare
             if lacking > min(seen.room, left):
                 raise _Refused(
                     f"{_mib(lacking * PAGE_SIZE)} more of the ordinary memory of node {self._node} "
@@ -759,12 +772,14 @@ class _Holder:
             self._ranges.append(memory)
             memory.populate(threads=self._threads)
             marks = (self._places(memory) != ORDINARY).astype(numpy.uint8)
-            kept = pages - drop_pages(memory.address, marks)
-            self._held += kept * PAGE_SIZE
+            taken.append((memory.address, marks))
+            special = int(marks.sum())
+            spare += special
+            self._held += (pages - special) * PAGE_SIZE
             self._tell()
-            if kept * 16 < pages and lacking > _MARGIN // PAGE_SIZE // 4:
-                # The counters lag, or others free ordinary memory as fast as it is taken.
-                time.sleep(0.02)
+        for address, marks in taken:
+            drop_pages(address, marks)
+        return excess - lacking if seen.kind == "cma" else 0
 
     def _places(self, memory: Any) -> Any:
         if self._reader is None:

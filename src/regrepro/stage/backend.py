@@ -125,6 +125,7 @@ class Backend(Protocol):
     def zones(self) -> list[Zone]: ...
     def node_cpus(self, node: int) -> set[int]: ...
     def allocate_on_node(self, node: int | None) -> None: ...
+    def give_back(self, address: int, marks: Any) -> None: ...
     def cma_cap(self) -> int | None: ...
     def start_pressure(self) -> None: ...
     def press(self, wanted: int, node: int | None) -> Any: ...
@@ -190,6 +191,8 @@ class System:
         self._vmstat = -1
         self._pressure: Any = None
         self._cma_at_start: int | None = None
+        self._pool_before: int | None = None
+        self._disk: str | None = None
         # What the holder of `--place pressure` holds and wants to hold, for the runner to see: bytes.
         self.pressing = mmap.mmap(-1, mmap.PAGESIZE) if options.place == "pressure" else None
 
@@ -199,6 +202,11 @@ class System:
 
         if backing == "anonymous":
             return Memory.anonymous(length, huge=False)
+        if backing == "ballast":
+            # Only held: huge pages are had faster, where they make the kernel move no others.
+            from regrepro.core.placement import quiet_huge_pages
+
+            return Memory.anonymous(length, huge=quiet_huge_pages())
         if backing == "thp":
             return Memory.anonymous(length, huge=True)
         if backing == "memfd":
@@ -206,18 +214,34 @@ class System:
         if backing == "shm":
             return Memory.shm(length)
         if backing == "hugetlb":
-            return Memory.hugetlb(length, default_huge_page_size())
+            size = default_huge_page_size()
+            if self.in_lab:
+                self._grow_pool(length // size)
+            return Memory.hugetlb(length, size)
         if backing == "file":
             return self._file(length)
         raise AssertionError(backing)
 
+    def _grow_pool(self, pages: int) -> None:
+        """Have so many free huge pages in the pool, in a guest of the lab; `close` undoes it."""
+        free = re.search(r"^HugePages_Free: +(\d+)", Path("/proc/meminfo").read_text(), re.M)
+        lacking = pages - int(free[1]) if free else 0
+        if lacking > 0:
+            have = int(HUGE_PAGES.read_text())
+            if self._pool_before is None:
+                self._pool_before = have
+            HUGE_PAGES.write_text(str(have + lacking))
+
     def _file(self, length: int) -> Range:
-        """Map a file of a real file system, which has no name any more, so that none stays behind."""
+        """Map a file that the kernel writes back to a disk; it has no name any more, so that none stays."""
         import tempfile
 
         from regrepro.core.memory import Range as Memory
+        from regrepro.stage.faults import written_back
 
-        with tempfile.NamedTemporaryFile(prefix="regrepro-", dir="/var/tmp") as file:
+        if self._disk is None:
+            self._disk = written_back(self.in_lab)
+        with tempfile.NamedTemporaryFile(prefix="regrepro-", dir=self._disk) as file:
             return Memory.file(file.name, length)
 
     def reserve(self, length: int) -> Range:
@@ -373,6 +397,12 @@ class System:
 
         allocate_on_node(node)
 
+    def give_back(self, address: int, marks: Any) -> None:
+        """Give back those pages from `address` on whose mark is not 0; the range stays mapped."""
+        from regrepro.core.placement import drop_pages
+
+        drop_pages(address, marks)
+
     def cma_cap(self) -> int | None:
         """Return how many more bytes of CMA this pass may take: half of what was free at first stays free.
         None where the kernel has no CMA.
@@ -424,6 +454,10 @@ class System:
         if self._pressure is not None:
             self._pressure.close()
             self._pressure = None
+        if self._pool_before is not None:
+            with suppress(OSError):
+                HUGE_PAGES.write_text(str(self._pool_before))
+            self._pool_before = None
         if self._vmstat >= 0:
             os.close(self._vmstat)
             self._vmstat = -1
@@ -443,6 +477,7 @@ _MOVING = (
     b"\npswpout ",
 )
 
+HUGE_PAGES = Path("/proc/sys/vm/nr_hugepages")
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 

@@ -41,10 +41,14 @@ _LARGEST_CHUNK = 64 * _MIB
 _GATHER_LIMIT = 2 << 30
 # Searched in any case: some kernels hand out CMA first, whatever the counters say.
 _PROBE = 64 * _MIB
+# Touched before memory is drawn whole; of it what is unpinnable is given back.
+_EXCESS = 32 * _MIB
 # Near the watermarks the kernel reclaims and wakes its daemons: stop before.
 _KEEP_FREE = 96 * _MIB
 # Under pressure the counters lag and CPUs keep free pages to themselves: so often pressure is renewed.
 _PRESSES = 6
+# How often a buffer is gathered anew whose pages were moved meanwhile.
+_TRIES = 3
 # Draws of memory that cannot be put together page by page, before the best of them has to do.
 _DRAWS = 12
 
@@ -110,6 +114,7 @@ class Search:
         self._helped = ""
         self._pressure: Any = None
         self._presses = 0
+        self._pressing = False
         self._cleanup = ExitStack()
         available = backend.available_memory()
         options = backend.options
@@ -152,24 +157,38 @@ class Search:
 
     def gather(self) -> Range:
         """Return a range of anonymous memory whose pages lie as wanted."""
-        numpy = self._numpy
-        target = self._backend.reserve(self._length)
-        try:
-            missing = {
-                True: numpy.flatnonzero(self._special),
-                False: numpy.flatnonzero(~self._special),
-            }
-            with self._on_best_node():
-                if self._backend.options.place == "pressure" and self._wants_unpinnable:
-                    # Ordinary pages first: under pressure the kernel hands out the others.
-                    only = {True: missing[True][:0], False: missing[False]}
-                    self._gather(only, target)
-                    missing[False] = only[False]
-                self._gather(missing, target)
-        except BaseException:
+        for _ in range(_TRIES):
+            target = self._backend.reserve(self._length)
+            try:
+                with self._on_best_node():
+                    self._fill(target)
+                if self._met(target):
+                    return target
+            except BaseException:
+                target.close()
+                raise
             target.close()
-            raise
-        return target
+        raise Unmet(
+            self._wanted.kind,
+            f"pages were moved away again as soon as they lay right, {_TRIES} times",
+            "try again while nothing compacts memory: sysctl vm.compaction_proactiveness=0",
+        )
+
+    def _fill(self, target: Range) -> None:
+        numpy = self._numpy
+        missing = {True: numpy.flatnonzero(self._special), False: numpy.flatnonzero(~self._special)}
+        if self._backend.options.place == "pressure" and self._wants_unpinnable:
+            # Ordinary pages last: under pressure the kernel hands out the others.
+            self._gather({True: missing[True], False: missing[False][:0]}, target)
+            self._release_pressure()
+            missing[True] = missing[True][:0]
+        self._gather(missing, target)
+
+    def _met(self, target: Range) -> bool:
+        """Whether the pages lie as wanted still: compaction, for one, may have moved some meanwhile."""
+        state = self._state(target)
+        special, ordinary = self._wanted.right(state, True), self._wanted.right(state, False)
+        return bool(self._numpy.where(self._special, special, ordinary).all())
 
     def _gather(self, missing: dict[bool, Any], target: Range) -> None:
         chunk = _FIRST_CHUNK
@@ -200,6 +219,8 @@ class Search:
         best: Range | None = None
         most, draws, ballast = 0, 0, _FIRST_CHUNK
         with self._on_best_node():
+            if self._wants_unpinnable and self._backend.options.place != "pressure":
+                self._exceed()
             while self._room() >= self._length and not (best is not None and draws >= _DRAWS):
                 if self._wants_unpinnable:
                     self._press(self._length)
@@ -207,12 +228,12 @@ class Search:
                 self._held.append(memory)
                 memory.populate()
                 self._touched += self._length
-                state = self._state(memory)
-                special, ordinary = self._wanted.right(state, True), self._wanted.right(state, False)
-                self._found[True] += int(numpy.isin(state.place, UNPINNABLE).sum())
-                self._found[False] += int((state.place == ORDINARY).sum())
-                right = int(numpy.where(self._special, special, ordinary).sum())
-                if right == len(special):
+                right = self._right(memory)
+                if right < len(self._special) and not self._special.any():
+                    # Ordinary memory is hard to get where movable memory is handed out first.
+                    self._move_out(memory, memory.length // PAGE_SIZE)
+                    right = self._right(memory)
+                if right == len(self._special):
                     self._held.remove(memory)
                     return memory
                 draws += 1
@@ -226,6 +247,27 @@ class Search:
             return best
         raise self._unmet({True: numpy.flatnonzero(self._special), False: numpy.flatnonzero(~self._special)})
 
+    def _right(self, memory: Range) -> int:
+        """Return how many pages of a draw lie as wanted, and count what was found."""
+        state = self._state(memory)
+        special, ordinary = self._wanted.right(state, True), self._wanted.right(state, False)
+        self._found[True] += int(self._numpy.isin(state.place, UNPINNABLE).sum())
+        self._found[False] += int((state.place == ORDINARY).sum())
+        return int(self._numpy.where(self._special, special, ordinary).sum())
+
+    def _exceed(self) -> None:
+        """Have more unpinnable memory free than the kernel hands out in turn with ordinary memory.
+
+        Where CMA and ordinary memory are equally scarce each second page is of either, and memory that is
+        drawn whole would hardly ever lie in one alone: keep the ordinary pages, and give the others back.
+        """
+        size = min(max(_EXCESS, _round_up(8 * self._length)), self._room() // 2) // PAGE_SIZE * PAGE_SIZE
+        if size < PAGE_SIZE:
+            return
+        memory = self._touch(size)
+        marks = self._numpy.isin(self._state(memory).place, UNPINNABLE)
+        self._backend.give_back(memory.address, marks.astype("uint8"))
+
     def _move_on(self, ballast: int) -> int:
         """Take `ballast` bytes of what is handed out before what is wanted; return how many to take next."""
         if self._room() > ballast:
@@ -235,18 +277,25 @@ class Search:
     def _room(self) -> int:
         """Return how many more bytes the search may touch now."""
         free = self._backend.available_memory() - _KEEP_FREE
-        held = self._pressure.held if self._pressure is not None else 0
+        held = self._pressure.held if self._pressure is not None and self._pressing else 0
         return max(0, min(self._limit - self._touched - held, free)) // PAGE_SIZE * PAGE_SIZE
 
     def _press(self, need: int) -> None:
         """With `--place pressure`: see to it that what is touched next comes out of unpinnable memory."""
         if self._backend.options.place != "pressure" or self._presses >= _PRESSES:
             return
-        press = self._backend.press
-        if self._presses == 0:
-            self._cleanup.callback(self._backend.release_pressure)
+        if not self._pressing:
+            self._cleanup.callback(self._release_pressure)
+            self._pressing = True
         self._presses += 1
-        self._pressure = press(4 * need + 2 * _FIRST_CHUNK, self._wanted.node) or self._pressure
+        report = self._backend.press(4 * need + 2 * _FIRST_CHUNK, self._wanted.node)
+        self._pressure = report or self._pressure
+
+    def _release_pressure(self) -> None:
+        if self._pressing:
+            self._pressing = False
+            self._presses = 0
+            self._backend.release_pressure()
 
     def _touch(self, size: int) -> Range:
         memory = self._backend.allocate(size, "anonymous")
@@ -379,8 +428,7 @@ class Search:
             return
         while ballast > 0 and self._room() > 0:
             size = min(_round_up(ballast), 4 * _LARGEST_CHUNK, self._room())
-            # Huge pages: this memory is only held, and they are had faster.
-            memory = self._backend.allocate(size, "thp")
+            memory = self._backend.allocate(size, "ballast")
             self._held.append(memory)
             memory.populate(threads=min(4, os.cpu_count() or 1))
             self._touched += size
