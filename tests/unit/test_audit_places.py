@@ -208,6 +208,9 @@ def test_run_of_regrepro_and_bundle(tmp_path: Path) -> None:
         assert ids["unpinnable-memory"] == "note"
         conditions = {one["what"]: one["holds"] for one in result["exposure"][1]["conditions"]}
         assert list(conditions.values()) == [True, True, None, True]
+        # An archive's own place for the time being is nothing that a reader could look at again.
+        assert str(place if place.suffix == ".gz" else run) in result["where"]
+        assert "regrepro-audit-" not in json.dumps(result)
 
 
 def test_loose_files(tmp_path: Path) -> None:

@@ -125,21 +125,25 @@ def _nothing(path: Path) -> UsageError:
     )
 
 
-def _from_file(path: Path) -> Reader | None:
-    """Return a reader of a single file that is no archive of several, or None."""
+def _from_file(path: Path, where: str = "") -> Reader | None:
+    """Return a reader of a single file that is no archive of several, or None.
+
+    `where` is how a person knows the file, if not by its path.
+    """
+    where = where or str(path)
     with path.open("rb") as file:
         head = file.read(512)
         file.seek(0)
         packing = archive.kind(head)
         if path.suffix == ".jsonl" or head.lstrip().startswith(b'{"schema"'):
-            return run_reader(path.parent, path)
+            return run_reader(path.parent, path, str(Path(where).parent))
         if packing in ("zip", "tar"):
             return None
         try:
             stream = archive.decompressed(file, packing, path.stat().st_size, path.name)
             start = _start(stream)
             if BUG_REPORT_MARK in start:
-                return bug_report(_rest(start, stream), str(path))
+                return bug_report(_rest(start, stream), where)
         except UsageError:
             raise
         except archive._BROKEN as error:
@@ -194,7 +198,7 @@ def detect(folder: Path, where: str = "", depth: int = 0) -> Reader | None:
     except OSError as error:
         raise UsageError(f"{where} cannot be read", why=str(error.strerror or error)) from None
     if "record.jsonl" in names:
-        readers.append(run_reader(folder, folder / "record.jsonl"))
+        readers.append(run_reader(folder, folder / "record.jsonl", where))
     if "collect.txt" in names:
         readers.append(collected(folder, where))
     elif "sos_commands" in names:
@@ -203,7 +207,7 @@ def detect(folder: Path, where: str = "", depth: int = 0) -> Reader | None:
         readers.append(FolderReader(folder, where, links=_link_list(folder), outputs=COLLECT_OUTPUTS))
     for name in BUG_REPORT_NAMES:
         if name in names and not (folder / name).is_symlink():
-            found = _from_file(folder / name)
+            found = _from_file(folder / name, f"{where}/{name}")
             if found is not None:
                 readers.append(found)
                 break
@@ -214,7 +218,7 @@ def detect(folder: Path, where: str = "", depth: int = 0) -> Reader | None:
     if depth < 4:
         folders = [name for name in names if (folder / name).is_dir() and not (folder / name).is_symlink()]
         for name in folders[:50]:
-            found = detect(folder / name, where, depth + 1)
+            found = detect(folder / name, f"{where}/{name}", depth + 1)
             if found is not None:
                 return found
     return None
@@ -322,12 +326,16 @@ RECORD_LINES = 1_000_000
 LINE_LIMIT = 32 << 20
 
 
-def run_reader(folder: Path, record: Path) -> TextReader:
+def run_reader(folder: Path, record: Path, where: str = "") -> TextReader:
     """Return what a run's record states of its node: the header, the memory map, the boot reservations.
+
+    `where` is how a person knows the folder, if not by its path: that of an archive is soon gone.
 
     The record's lines are read one by one and only the first of each kind is kept, so that a long run is
     no burden.
     """
+    where = where or str(folder)
+    shown = f"{where}/{record.name}"
     header: dict[str, object] = {}
     memory_map: dict[str, object] | None = None
     reservations: list[object] = []
@@ -352,9 +360,9 @@ def run_reader(folder: Path, record: Path) -> TextReader:
                 elif item.get("event") == "reservation":
                     reservations.append(item)
     except OSError as error:
-        raise UsageError(f"{record} cannot be read", why=str(error.strerror or error)) from None
+        raise UsageError(f"{shown} cannot be read", why=str(error.strerror or error)) from None
     if not str(header.get("schema", "")).startswith("regrepro.record/"):
-        raise UsageError(f"{record} is no record of regrepro", why="its first line is no header")
+        raise UsageError(f"{shown} is no record of regrepro", why="its first line is no header")
     node = header.get("node")
     facts: dict[str, object] = node if isinstance(node, dict) else {}
     source = f"{record.name}, header"
@@ -384,4 +392,4 @@ def run_reader(folder: Path, record: Path) -> TextReader:
     verdicts = FolderReader(folder).read("verdicts.json")
     if verdicts.text is not None:
         stated["verdicts"] = (verdicts.text, "verdicts.json")
-    return TextReader(files, f"{folder} (run of regrepro)", stated=stated, map=memory_map)
+    return TextReader(files, f"{where} (run of regrepro)", stated=stated, map=memory_map)
