@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 KEYS = ("verdict", "layer", "basis", "errno")
-DECIDED = ("reproduced", "not-reproduced", "other-failure")
+DECIDED = ("reproduced", "not-reproduced", "other-failure", "caught")
 _RANGE = re.compile(r"kernel(>=|<=|==|>|<)(\d+)\.(\d+)")
 
 

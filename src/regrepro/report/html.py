@@ -13,6 +13,7 @@ from regrepro.report.steps import LETTERS, Moment
 
 _STYLE = {
     "reproduced": "bad",
+    "caught": "bad",
     "other-failure": "warn",
     "not-reproduced": "good",
 }

@@ -12,7 +12,7 @@ from regrepro.errors import UsageError
 from regrepro.record import SCHEMA, Record, read_record, record_path
 
 VERDICTS_FILE = "verdicts.json"
-KNOWN_VERDICTS = ("reproduced", "not-reproduced", "other-failure", "unmet", "error")
+KNOWN_VERDICTS = ("reproduced", "caught", "not-reproduced", "other-failure", "unmet", "error")
 
 
 @dataclass

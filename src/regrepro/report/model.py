@@ -14,6 +14,7 @@ from regrepro.views.picture import Picture, pictures
 
 TITLES = {
     "reproduced": "the bug was reproduced",
+    "caught": "a failure of this bug was caught",
     "not-reproduced": "the bug was not reproduced",
     "other-failure": "another failure, not this bug",
     "unmet": "undecided: something was not met",
@@ -149,7 +150,7 @@ def build(run: Run) -> Report:
 
 def headline(items: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
     """Return the verdict that the report opens with: the worst; of these a driver's, then a plain pin's."""
-    order = ("reproduced", "other-failure", "error", "unmet", "not-reproduced")
+    order = ("reproduced", "caught", "other-failure", "error", "unmet", "not-reproduced")
 
     def rank(item: Mapping[str, Any]) -> tuple[int, int]:
         name = str(item.get("verdict"))
@@ -220,6 +221,8 @@ def _answer(
         return _reproduced(
             main, evidence, header, f" ({count} of {len(items)} scenarios)" if len(items) > 1 else ""
         )
+    if verdict == "caught":
+        return f"A program's own registration failed, and it was caught: {main.get('reason')}."
     if verdict == "other-failure":
         return f"It is not this bug: something else failed, {main.get('reason')}."
     if verdict in ("unmet", "error"):

@@ -24,6 +24,7 @@ WIDEST, PLAIN_WIDTH = 118, 100
 
 _VERDICT_STYLE = {
     "reproduced": "bold red",
+    "caught": "bold red",
     "not-reproduced": "bold green",
     "other-failure": "bold yellow",
     "unmet": "bold magenta",
@@ -31,6 +32,7 @@ _VERDICT_STYLE = {
 }
 _HEADLINE = {
     "reproduced": "This bug was reproduced",
+    "caught": "Failures of this bug (class B) were caught",
     "other-failure": "A registration or a pin failed, but not by this bug",
     "undecided": "Undecided: something could not be met, proven or run",
     "not-reproduced": "This bug was not reproduced",
@@ -211,7 +213,7 @@ def _proof(item: Mapping[str, Any], width: int) -> list[Line]:
     evidence = words.mapping_of(item.get("evidence"))
     if verdict == "unmet":
         return _lacks(item, width)
-    if verdict not in ("reproduced", "not-reproduced", "other-failure"):
+    if verdict not in ("reproduced", "not-reproduced", "other-failure", "caught"):
         return []
     lines: list[Line] = []
     size = 10
@@ -237,8 +239,8 @@ def _proof(item: Mapping[str, Any], width: int) -> list[Line]:
         lines += _labelled("layer", words.layer(evidence), width, size)
     for n, control in enumerate(words.controls(item)):
         lines += _labelled("" if n else "controls", control, width, size)
-    what = {"reproduced": "the proof", "not-reproduced": "what was seen", "other-failure": "what was seen"}
-    title: Line = [(f"{item.get('scenario')}", "bold"), (f": {what[str(verdict)]}", "bold")]
+    what = "the proof" if verdict == "reproduced" else "what was seen"
+    title: Line = [(f"{item.get('scenario')}", "bold"), (f": {what}", "bold")]
     return [title, *lines] if lines else []
 
 
@@ -304,6 +306,8 @@ def _headline(items: Sequence[Mapping[str, Any]], verdicts: Mapping[str, Any]) -
     which = (
         "reproduced"
         if "reproduced" in names
+        else "caught"
+        if "caught" in names
         else "other-failure"
         if "other-failure" in names
         else "undecided"

@@ -135,9 +135,15 @@ def make_program(
     """Make the program. `plain_pins`: functions whose pins without `longterm` (FOLL_LONGTERM) are told."""
     make = _Maker(dialect or Dialect())
     # The last one in the text is the first to be attached: a heartbeat means that all are.
-    make.add('BEGIN { printf("B|%lld", nsecs); }')
+    zero = "(uint64)0"
+    make.add(
+        f"BEGIN {{ @verb[tid] = 0; @call[tid] = ({', '.join([zero] * 5)}); @in[tid] = 0; "
+        f"@pins[tid] = {zero}; "
+        "delete(@verb[tid]); delete(@call[tid]); delete(@in[tid]); delete(@pins[tid]); "
+        'printf("B|%lld", nsecs); }'
+    )
     make.add('interval:s:1 { printf("H|%lld", nsecs); }')
-    if account:
+    if account and functions.drivers:
         make.add(
             f"interval:s:{ACCOUNT_SECONDS} {{ print(@count); print(@bytes); print(@sizes); clear(@count); "
             "clear(@bytes); clear(@sizes); }"
@@ -211,7 +217,7 @@ def _jumps(library: Library) -> bool:
 
 def _entry(make: _Maker, function: Function) -> None:
     number = make.number(function.name)
-    make.add(f"{make.place(function, leaving=False)} {{ @in[tid] = (uint64)1; @pins[tid] = (uint64)0; }}")
+    make.add(f"{make.place(function, leaving=False)} {{ @in[tid] = 1; @pins[tid] = (uint64)0; }}")
     make.add(
         f"{make.place(function, leaving=True)} {{ if ((int32)retval != 0) "
         f'{{ printf("K|%d|%d|%lld|{number}|%d|%lld|%d|%d|%s", tid, pid, nsecs, (int32)retval, @pins[tid], '

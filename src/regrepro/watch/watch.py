@@ -331,7 +331,9 @@ class Watch:
                 engine.correlator.flush()
                 self._lost_total += engine.correlator.counts.lost
                 self._engine, self._next, self._cut_ns = self._next, None, 0
-                self._tell("copies", copies=[copy.shown for copy in self._copies.known.values()])
+                shown = [copy.shown for copy in self._copies.known.values()]
+                self._tell("copies", copies=shown)
+                self._say(f"following {len(shown)} copies of libibverbs: {', '.join(shown)}")
 
     def _drop_next(self) -> None:
         if self._next is not None:

@@ -1,0 +1,534 @@
+"""`regrepro watch` against a real kernel. Run as root in a lab guest; prints TAP.
+
+`python tests/lab/guest_watch.py [--expect-refusal yes|no] [--kprobes] [--keep DIR]`: with `yes` (the default)
+the kernel must refuse to register pages that are pinned in unpinnable memory; the guest needs such memory
+that anonymous memory lands in (`movablecore=512M`). `--kprobes` follows the kernel without trampolines. Exit
+code 0 when every line is `ok`, else 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from regrepro import judge
+from regrepro.core import memory, pins, verbs
+from regrepro.record import read_record
+
+PAGE = memory.PAGE_SIZE
+ACCESS = verbs.access_bits(["LOCAL_WRITE", "REMOTE_WRITE", "REMOTE_READ"])
+BAD = 0x10000  # nothing is ever mapped so low (vm.mmap_min_addr)
+FLOOD = 2000
+results: list[bool] = []
+
+
+def check(name: str, good: bool, note: str = "") -> bool:
+    results.append(good)
+    line = f"{'ok' if good else 'not ok'} {len(results)} - {name}"
+    print(f"{line} # {' '.join(note.split())[:400]}" if note else line, flush=True)
+    return good
+
+
+def device() -> str:
+    """Return an RDMA device, made of soft-RoCE on a dummy interface where there is none."""
+    for module in ("ib_uverbs", "rdma_rxe"):
+        subprocess.run(["modprobe", module], check=False)
+    if not verbs.devices():
+        for command in (
+            "ip link add regrepro0 type dummy",
+            "ip addr add 10.99.0.1/24 dev regrepro0",
+            "ip link set regrepro0 up",
+            "rdma link add rxe0 type rxe netdev regrepro0",
+        ):
+            subprocess.run(command.split(), check=True)
+        for _ in range(50):
+            if verbs.devices():
+                break
+            time.sleep(0.1)
+    return verbs.devices()[0]
+
+
+def refused(call: Callable[[], Any]) -> str | None:
+    """Make a call; return its errno's name, None where it succeeded."""
+    try:
+        region = call()
+    except OSError as error:
+        return errno.errorcode.get(error.errno or 0, "?")
+    region.dereg()
+    return None
+
+
+class Watcher:
+    """A running `regrepro watch`."""
+
+    def __init__(self, out: Path, *arguments: str) -> None:
+        self.out = out
+        self.log = out.with_suffix(".log")
+        self.lines: list[dict[str, Any]] = []
+        self._errors = self.log.open("w")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "regrepro", "watch", "--out", str(out), "--json", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+        )
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(json.loads(line))
+
+    def said(self, text: str, limit: float = 240) -> bool:
+        """Wait until it has said something on stderr."""
+        deadline = time.monotonic() + limit
+        while text not in self.log.read_text():
+            if time.monotonic() > deadline or self.process.poll() is not None:
+                return False
+            time.sleep(0.2)
+        return True
+
+    def caught(self, pid: int, count: int = 1, limit: float = 20) -> list[dict[str, Any]]:
+        """Wait for failures of a process; a moment longer than needed, so that one told twice shows."""
+        deadline = time.monotonic() + limit
+        while time.monotonic() < deadline:
+            found = [line for line in self.lines if line["pid"] == pid]
+            if len(found) >= count:
+                time.sleep(1.0)
+                break
+            time.sleep(0.1)
+        return [line for line in self.lines if line["pid"] == pid]
+
+    def engine(self) -> list[int]:
+        """The PIDs of its bpftrace."""
+        text = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
+        return [int(pid) for pid in text.split()]
+
+
+def in_child(body: Callable[[], None]) -> int:
+    """Run something in a child process; return its PID once it has ended."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            body()
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+    return pid
+
+
+def with_device(name: str, body: Callable[[verbs.ProtectionDomain], None]) -> Callable[[], None]:
+    """An RDMA context belongs to the process that opened it: a child needs its own."""
+
+    def run() -> None:
+        with verbs.Device(name) as opened, opened.pd() as pd:
+            body(pd)
+
+    return run
+
+
+def events_of(line: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the events of a failure's pass in the record, by type."""
+    record = read_record(Path(line["record"]))
+    return {event["event"]: event for event in record.events if event.get("variant") == line["failure"]}
+
+
+def only(name: str, found: list[dict[str, Any]]) -> dict[str, Any] | None:
+    check(f"{name}: caught once", len(found) == 1, "; ".join(str(line.get("reason")) for line in found))
+    return found[0] if found else None
+
+
+def successes(watcher: Watcher, name: str) -> None:
+    def body(pd: verbs.ProtectionDomain) -> None:
+        with memory.Range.anonymous(8 * PAGE, huge=False) as buffer:
+            buffer.fill(1)
+            pd.register_loop(buffer.address, buffer.length, ACCESS, 3000)
+
+    pid = in_child(with_device(name, body))
+    time.sleep(2)
+    check("3,000 registrations that succeed: nothing is told", watcher.caught(pid, 0, 0) == [])
+
+
+def held(watcher: Watcher, name: str, refusal: bool) -> None:
+    for owner, take in (("process-vm", pins.pin_process_vm), ("vmsplice", pins.pin_vmsplice)):
+        seen: list[Any] = []
+        read, write = os.pipe()
+
+        def body(pd: verbs.ProtectionDomain, take: Any = take, write: int = write) -> None:
+            with memory.Range.anonymous(8 * PAGE, huge=False) as buffer:
+                buffer.fill(1)
+                pin = take(buffer.address, buffer.length)
+                why = refused(lambda: pd.reg_mr_iova2(buffer.address, buffer.length, buffer.address, ACCESS))
+                os.write(write, json.dumps([why, buffer.address]).encode())
+                time.sleep(3)
+                pin.release()
+                refused(lambda: pd.reg_mr_iova2(buffer.address, buffer.length, buffer.address, ACCESS))
+
+        pid = in_child(with_device(name, body))
+        seen = json.loads(os.read(read, 4096))
+        os.close(read)
+        os.close(write)
+        if not refusal:
+            check(f"{owner}: this kernel registers", seen[0] is None, str(seen[0]))
+            check(f"{owner}: nothing is told", watcher.caught(pid, 0, 0) == [])
+            continue
+        check(f"{owner}: the registration fails with ENOMEM", seen[0] == "ENOMEM", str(seen[0]))
+        line = only(owner, watcher.caught(pid))
+        if line is None:
+            continue
+        state = (line.get("class") or {}).get("state")
+        check(f"{owner}: the layer is page-migration", line["layer"] == "page-migration", str(line["layer"]))
+        wanted = {"proven"} if owner == "process-vm" else {"proven", "likely"}
+        check(f"{owner}: class B", state in wanted, str(line["reason"]))
+        check(
+            f"{owner}: with its address and length", [line["address"], line["length"]] == [seen[1], 8 * PAGE]
+        )
+        events = events_of(line)
+        register, buffer = events["register"], events["buffer"]
+        places = {what for _, _, what in (register["before"] or {}).get("place", [])}
+        check(
+            f"{owner}: the pages are seen in unpinnable memory",
+            bool(places & {"cma", "movable-zone"}),
+            str(places),
+        )
+        stuck = register["stuck"]
+        check(
+            f"{owner}: the kernel told of the pages that stayed",
+            bool(stuck) and all(page["place"] in ("cma", "movable-zone") for page in stuck),
+            str(stuck[:2]),
+        )
+        pfns = {pfn + i for _, pfn, count in register["before"]["pfn"] for i in range(count)}
+        check(
+            f"{owner}: and they are the range's", {page["pfn"] for page in stuck} <= pfns, str(sorted(pfns))
+        )
+        functions = [item["fn"] for item in register["trace"]["tree"]]
+        wanted_path = ["ib_uverbs_reg_mr", "pin_user_pages_fast", "__gup_longterm_locked", "migrate_pages"]
+        at = [functions.index(fn) for fn in wanted_path if fn in functions]
+        check(f"{owner}: the failing path in order", len(at) == 4 and at == sorted(at), str(functions))
+        check(
+            f"{owner}: the verb is libibverbs' own word", register["verb_how"] == "observed", register["verb"]
+        )
+        check(f"{owner}: with its mapping", buffer["vma"] is not None and "rw-p" in buffer["vma"])
+        check(f"{owner}: with its device", register["device"] == name, str(register["devices_open"]))
+        if owner == "process-vm":
+            flags = [pin["flags"] for pin in register["plain_pins"]]
+            check(
+                "process-vm: the pin itself was seen",
+                bool(flags) and "FOLL_LONGTERM" not in flags[0],
+                str(flags),
+            )
+
+
+def other_causes(watcher: Watcher, name: str) -> None:
+    def memlock(pd: verbs.ProtectionDomain) -> None:
+        with memory.Range.anonymous(8 * PAGE, huge=False) as buffer:
+            buffer.fill(1)
+            resource.setrlimit(resource.RLIMIT_MEMLOCK, (PAGE, PAGE))
+            os.setgid(65534)
+            os.setuid(65534)
+            refused(lambda: pd.reg_mr(buffer.address, buffer.length, ACCESS))
+            time.sleep(1)
+
+    def bad_address(pd: verbs.ProtectionDomain) -> None:
+        refused(lambda: pd.reg_mr(BAD, PAGE, ACCESS))
+        time.sleep(1)
+
+    def dmabuf(pd: verbs.ProtectionDomain) -> None:
+        refused(lambda: pd.reg_dmabuf_mr(0, 0, PAGE, 0, ACCESS))
+        time.sleep(1)
+
+    def flags(pd: verbs.ProtectionDomain) -> None:
+        with memory.Range.anonymous(PAGE, huge=False) as buffer:
+            refused(lambda: pd.reg_mr(buffer.address, PAGE, verbs.access_bits(["REMOTE_WRITE"])))
+            time.sleep(1)
+
+    for layer, why, body in (
+        ("memlock-accounting", "ENOMEM", memlock),
+        ("page-fault", "EFAULT", bad_address),
+        ("dma-buf", "EOPNOTSUPP", dmabuf),
+        ("arguments", "EINVAL", flags),
+    ):
+        line = only(layer, watcher.caught(in_child(with_device(name, body))))
+        if line is not None:
+            told = [line["layer"], line["errno"]]
+            check(f"{layer}: with its layer and errno", told == [layer, why], f"{told} {line['reason']}")
+
+
+def dies_at_once(watcher: Watcher, name: str, refusal: bool) -> None:
+    if not refusal:
+        return
+
+    def body(pd: verbs.ProtectionDomain) -> None:
+        buffer = memory.Range.anonymous(8 * PAGE, huge=False)
+        buffer.fill(1)
+        pins.pin_process_vm(buffer.address, buffer.length)
+        if refused(lambda: pd.reg_mr(buffer.address, buffer.length, ACCESS)) is not None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    line = only("a process that dies at once", watcher.caught(in_child(with_device(name, body))))
+    if line is not None:
+        events = events_of(line)
+        register = events["register"]
+        check(
+            "a process that dies at once: class B all the same",
+            (line["class"] or {}).get("name") == "B",
+            line["reason"],
+        )
+        check("a process that dies at once: the pages that stayed are kept", bool(register["stuck"]))
+        missing = events["scenario-begin"]["watched"]["not_read"]
+        named = register["before"] is not None or bool(register.get("pages_unknown"))
+        check("a process that dies at once: what could not be read is named", named, f"{missing[:2]}")
+
+
+def at_the_same_moment(watcher: Watcher, name: str) -> None:
+    gate, opened = os.pipe()
+    children = []
+    for number in range(2):
+        pid = os.fork()
+        if pid == 0:
+            with verbs.Device(name) as device_, device_.pd() as pd:
+                os.read(gate, 1)
+                refused(partial(pd.reg_mr, BAD, (number + 1) * PAGE, ACCESS))
+                time.sleep(1)
+            os._exit(0)
+        children.append(pid)
+    time.sleep(2)
+    os.write(opened, b"xx")
+    for pid in children:
+        os.waitpid(pid, 0)
+    for number, pid in enumerate(children):
+        line = only(f"process {number + 1} of two at the same moment", watcher.caught(pid))
+        if line is not None:
+            check(f"process {number + 1} of two: with its own length", line["length"] == (number + 1) * PAGE)
+
+
+def while_another_forks(watcher: Watcher, name: str) -> None:
+    def body(pd: verbs.ProtectionDomain) -> None:
+        stop = threading.Event()
+
+        def fork_on() -> None:
+            while not stop.is_set():
+                child = os.fork()
+                if child == 0:
+                    os._exit(0)
+                os.waitpid(child, 0)
+
+        thread = threading.Thread(target=fork_on)
+        thread.start()
+        time.sleep(0.5)
+        refused(lambda: pd.reg_mr(BAD, 3 * PAGE, ACCESS))
+        stop.set()
+        thread.join()
+        time.sleep(0.5)
+
+    line = only(
+        "a thread that registers while another forks", watcher.caught(in_child(with_device(name, body)))
+    )
+    if line is not None:
+        check("a thread that registers while another forks: its length", line["length"] == 3 * PAGE)
+
+
+def own_library(watcher: Watcher, name: str, scratch: Path) -> None:
+    """A container's own copy of libibverbs: another file at the same path, in a mount namespace."""
+    library = Path("/usr/lib/x86_64-linux-gnu/libibverbs.so.1").resolve()
+    if not library.exists():
+        library = next(Path("/usr/lib").glob("*/libibverbs.so.1")).resolve()
+    copy = scratch / "libibverbs.so.1"
+    shutil.copyfile(library, copy)
+    program = (
+        "import sys, time\n"
+        "from regrepro.core import verbs\n"
+        f"with verbs.Device({name!r}) as device, device.pd() as pd:\n"
+        "    print('open', flush=True)\n"
+        "    sys.stdin.readline()\n"
+        "    try:\n"
+        f"        pd.reg_mr({BAD}, {5 * PAGE}, {ACCESS})\n"
+        "    except OSError:\n"
+        "        pass\n"
+        "    time.sleep(1)\n"
+    )
+    command = ["unshare", "-m", "sh", "-c", f'mount --bind {copy} {library} && exec "$@"', "sh"]
+    with subprocess.Popen(
+        [*command, sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout is not None and child.stdin is not None
+        check("a container's own libibverbs: its program runs", child.stdout.readline().strip() == "open")
+        check("a container's own libibverbs: it is followed", watcher.said("following", 180))
+        child.stdin.write("\n")
+        child.stdin.flush()
+        line = only("a container's own libibverbs", watcher.caught(child.pid, limit=30))
+    if line is not None:
+        register, begin = events_of(line)["register"], events_of(line)["scenario-begin"]
+        check("a container's own libibverbs: the verb is its own word", register["verb_how"] == "observed")
+        check(
+            "a container's own libibverbs: its mount namespace is told",
+            begin["watched"].get("mnt_namespace") == "its own",
+        )
+
+
+def flood(watcher: Watcher, name: str, metrics: Path) -> None:
+    def total(what: str) -> int:
+        text = metrics.read_text()
+        return sum(int(value) for value in re.findall(rf"^regrepro_watch_{what}\S* (\d+)$", text, re.M))
+
+    time.sleep(16)
+    before = total("failures_total")
+    lost = total("lost_events_total")
+    begin = time.monotonic()
+
+    def body(pd: verbs.ProtectionDomain) -> None:
+        for _ in range(FLOOD):
+            refused(lambda: pd.reg_mr(BAD, PAGE, ACCESS))
+
+    in_child(with_device(name, body))
+    rate = FLOOD / (time.monotonic() - begin)
+    deadline = time.monotonic() + 60
+    while total("failures_total") - before < FLOOD and time.monotonic() < deadline:
+        time.sleep(1)
+    counted, lost = total("failures_total") - before, total("lost_events_total") - lost
+    check(
+        f"{FLOOD} failures at {rate:.0f} a second: each is counted, or the loss is",
+        counted == FLOOD or (counted < FLOOD and lost > 0),
+        f"{counted} counted, {lost} events lost, {total('suppressed_total')} not recorded in full",
+    )
+
+
+def one_at_a_time(scratch: Path, watcher: Watcher) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "regrepro", "watch", "--out", str(scratch / "second")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    named = f"process {watcher.process.pid} " in done.stderr
+    check("a second watch says who holds the first", done.returncode == 2 and named, done.stderr)
+
+
+def rotates(watcher: Watcher) -> None:
+    before = {path.name for path in watcher.out.iterdir()}
+    watcher.process.send_signal(signal.SIGHUP)
+    deadline = time.monotonic() + 20
+    while {path.name for path in watcher.out.iterdir()} == before and time.monotonic() < deadline:
+        time.sleep(0.2)
+    after = {path.name for path in watcher.out.iterdir()}
+    check("SIGHUP: a new record is begun", len(after - before) == 1, str(after))
+    time.sleep(1)
+    complete = [watcher.out / name for name in before]
+    check("SIGHUP: the one before is judged", all((path / "verdicts.json").exists() for path in complete))
+    for path in complete:
+        record = read_record(path)
+        verdicts = judge.judge_record(record)
+        wrong = [*record.problems, *verdicts["problems"]]
+        check(
+            "the completed record is whole and is judged",
+            not wrong and bool(verdicts["verdicts"]),
+            str(wrong),
+        )
+        check(
+            "the judge says the same of the record as watch did",
+            {item["variant"]: item["reason"] for item in verdicts["verdicts"]}
+            == {line["failure"]: line["reason"] for line in watcher.lines if line["record"] == str(path)},
+        )
+
+
+def killed(watcher: Watcher, name: str) -> None:
+    engines = watcher.engine()
+    check("watch has one bpftrace", len(engines) == 1, str(engines))
+    kept = {}
+    for pid in (watcher.process.pid, *engines):
+        found = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+        kept[pid] = int(found[1]) // 1024 if found else 0
+    check("it takes less than 200 MiB", sum(kept.values()) < 200, f"{kept} MiB")
+    pid = os.fork()
+    if pid == 0:
+
+        def load(pd: verbs.ProtectionDomain) -> None:
+            while True:
+                refused(lambda: pd.reg_mr(BAD, PAGE, ACCESS))
+
+        with_device(name, load)()
+    time.sleep(1)
+    watcher.process.kill()
+    watcher.process.wait()
+    time.sleep(2)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    alive = [pid for pid in engines if Path(f"/proc/{pid}").exists()]
+    check("kill -9: bpftrace is gone with it", not alive, str(alive))
+    newest = max(watcher.out.iterdir())
+    problems = [text for text in read_record(newest).problems if "run-end" not in text]
+    check("kill -9: the record is whole", not problems, str(problems))
+
+
+def stops(scratch: Path, arguments: list[str]) -> None:
+    watcher = Watcher(scratch / "after", *arguments)
+    check("it starts again after kill -9", watcher.said("watching:"), watcher.log.read_text()[-300:])
+    left = list(Path("/run/regrepro").glob("*.json")) if Path("/run/regrepro").exists() else []
+    check("the dead one's journal is gone", len(left) <= 1, str(left))
+    engines = watcher.engine()
+    watcher.process.send_signal(signal.SIGTERM)
+    check("SIGTERM: it ends with 0", watcher.process.wait(60) == 0)
+    check("SIGTERM: bpftrace is gone", not [pid for pid in engines if Path(f"/proc/{pid}").exists()])
+    check("SIGTERM: no journal stays", not list(Path("/run/regrepro").glob("*.json")))
+    check("SIGTERM: the record is complete", not read_record(max(watcher.out.iterdir())).problems)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--expect-refusal", choices=["yes", "no"], default="yes")
+    parser.add_argument("--kprobes", action="store_true")
+    parser.add_argument("--keep", type=Path)
+    given = parser.parse_args()
+    refusal = given.expect_refusal == "yes"
+    name = device()
+    scratch = given.keep or Path(tempfile.mkdtemp(prefix="regrepro-watch-"))
+    scratch.mkdir(parents=True, exist_ok=True)
+    metrics = scratch / "watch.prom"
+    arguments = ["--pins", "all", *(["--no-trampolines"] if given.kprobes else [])]
+    watcher = Watcher(
+        scratch / "watch", *arguments, "--metrics", str(metrics), "--registrations", "--each", "20"
+    )
+    try:
+        begin = time.monotonic()
+        if not check("it watches", watcher.said("watching:"), watcher.log.read_text()[-400:]):
+            return 1
+        print(f"# it took {time.monotonic() - begin:.0f} s to be ready", flush=True)
+        successes(watcher, name)
+        held(watcher, name, refusal)
+        other_causes(watcher, name)
+        dies_at_once(watcher, name, refusal)
+        at_the_same_moment(watcher, name)
+        while_another_forks(watcher, name)
+        own_library(watcher, name, scratch)
+        one_at_a_time(scratch, watcher)
+        rotates(watcher)
+        flood(watcher, name, metrics)
+        killed(watcher, name)
+        stops(scratch, arguments)
+    finally:
+        if watcher.process.poll() is None:
+            watcher.process.kill()
+        for line in watcher.log.read_text().splitlines():
+            print(f"# watch: {line[:300]}", flush=True)
+    print(f"1..{len(results)}", flush=True)
+    return 0 if all(results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
