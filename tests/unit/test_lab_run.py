@@ -239,6 +239,30 @@ def test_a_panic_is_judged_and_nothing_stays(fake_lab: Path) -> None:
     assert nothing_left(fake_lab)
 
 
+@pytest.mark.parametrize(
+    ("up", "boots"), [("", 2), ('tell \'{"what": "started"}\'', 1)], ids=["before it was up", "after"]
+)
+def test_only_a_guest_that_was_not_up_is_booted_again(fake_lab: Path, up: str, boots: int) -> None:
+    count = fake_lab / "boots"
+    qemu(fake_lab, f"echo boot >>{count}\n{up}\necho 'Kernel panic - not syncing: test' >&2")
+    out = go(fake_lab)
+    assert count.read_text().splitlines() == ["boot"] * boots
+    assert json.loads((out / "verdicts.json").read_text())["verdicts"][0]["verdict"] == "error"
+    assert nothing_left(fake_lab)
+
+
+def test_the_second_boot_counts(fake_lab: Path) -> None:
+    first = fake_lab / "first"
+    panic = f"if [ ! -e {first} ]; then touch {first}; echo 'Kernel panic - not syncing: test' >&2; exit; fi"
+    qemu(
+        fake_lab,
+        panic + '\ntell \'{"what": "started"}\'; tell \'{"what": "error", "text": "up", "code": 2}\'',
+    )
+    with pytest.raises(UsageError, match="up"):
+        go(fake_lab)
+    assert nothing_left(fake_lab)
+
+
 def test_an_error_in_the_guest_is_the_runs(fake_lab: Path) -> None:
     qemu(fake_lab, 'tell \'{"what": "started"}\'; tell \'{"what": "error", "text": "no room", "code": 2}\'')
     with pytest.raises(UsageError, match="no room"):
