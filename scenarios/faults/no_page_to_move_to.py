@@ -8,7 +8,10 @@ from regrepro import Stage, change, scenario
     needs=("root", "movable-zone", "rdma", "lab"),
     expects={
         "none": {
-            "kernel>=5.13": {"verdict": "other-failure", "layer": "migration-target", "errno": "ENOMEM"},
+            "kernel>=6.6": {"verdict": "other-failure", "layer": "migration-target", "errno": "ENOMEM"},
+            # No huge page in ZONE_MOVABLE could be pinned for long, target or not (follow_hugetlb_page).
+            "kernel>=5.18": {"verdict": "other-failure", "layer": "longterm-refused", "errno": "ENOMEM"},
+            "kernel>=5.13": {"verdict": "other-failure", "layer": ["migration-target", "longterm-refused"]},
             # ZONE_MOVABLE was not looked at (check_and_migrate_cma_pages, mm/gup.c).
             "kernel<5.13": {"verdict": "not-reproduced", "basis": "kernel"},
         }

@@ -39,6 +39,7 @@ def vma(flags: str, path: str = "", pages: int = 8) -> dict[str, Any]:
     return {"vma": f"{ADDRESS:x}-{ADDRESS + pages * PAGE:x} {flags} 00000000 08:01 77 {path}".rstrip()}
 
 
+GUP_ENOMEM = returns(("pin_user_pages_fast", -12), ("__ib_umem_get_va", -12), ("rxe_reg_user_mr", -12))
 UMEM_EARLY = returns(("__ib_umem_get_va", -12), ("rxe_reg_user_mr", -12))
 
 CASES: dict[str, tuple[Record, tuple[str, str]]] = {
@@ -102,6 +103,24 @@ CASES: dict[str, tuple[Record, tuple[str, str]]] = {
     "a file mapping": (
         failed("EFAULT", PIN_FAILED, buffer=vma("rw-s", "/var/tmp/f") | {"backing": "file"}),
         ("longterm-refused", "observed"),
+    ),
+    "a huge page that the kernel does not try to move": (
+        failed("ENOMEM", GUP_ENOMEM, before=state(CMA), after=state(CMA), buffer={"backing": "hugetlb"}),
+        ("longterm-refused", "observed"),
+    ),
+    "a huge page where migration is hidden": (
+        failed(
+            "ENOMEM",
+            GUP_ENOMEM | {"missing": [{"fn": "migrate_pages", "why": "inlined"}]},
+            before=state(CMA),
+            after=state(CMA),
+            buffer={"backing": "hugetlb"},
+        ),
+        ("unknown", "missing"),
+    ),
+    "an ordinary huge page": (
+        failed("ENOMEM", GUP_ENOMEM, buffer={"backing": "hugetlb"}),
+        ("unknown", "missing"),
     ),
     "a private file mapping": (
         failed("EFAULT", PIN_FAILED, buffer=vma("rw-p", "/var/tmp/f") | {"backing": "file"}),

@@ -353,8 +353,19 @@ def longterm_refused(call: Call) -> Layer | None:
 
     It is this one and not a fault of the address where the mapping is of a file, shared and writable, and
     every page asked for lies within it.
+
+    A hugetlb page in unpinnable memory is refused with -ENOMEM, and no move is tried, where
+    `follow_hugetlb_page` (mm/hugetlb.c, up to 6.5) asks `try_grab_folio`, which takes no such page since 5.18:
+    seen on 6.1, with a warning of the kernel's own.
     """
     reg = call.registration
+    if reg.errno == "ENOMEM" and call.buffer is not None and call.buffer.backing == "hugetlb":
+        stuck = reg.before.unpinnable & reg.spans if reg.before is not None else Spans()
+        untried = call.trace.absent(("migrate_pages",)) and not call.trace.migrations
+        if stuck and untried and call.trace.failed(fn.GUP) == ENOMEM:
+            why = "the kernel refuses a huge page in unpinnable memory, and does not try to move it"
+            return Layer("longterm-refused", why, "observed", "follow_hugetlb_page, mm/hugetlb.c")
+        return None
     if reg.errno not in ("EFAULT", "EOPNOTSUPP") or call.buffer is None or not reg.through_umem:
         return None
     if call.trace.complete and call.trace.failed(fn.GUP) not in (EFAULT, EOPNOTSUPP):
