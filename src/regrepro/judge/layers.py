@@ -355,7 +355,7 @@ def longterm_refused(call: Call) -> Layer | None:
     every page asked for lies within it.
 
     A hugetlb page in unpinnable memory is refused with -ENOMEM, and no move is tried, where
-    `follow_hugetlb_page` (mm/hugetlb.c, up to 6.5) asks `try_grab_folio`, which takes no such page since 5.18:
+    `follow_hugetlb_page` (mm/hugetlb.c, up to 6.5) asks `try_grab_folio`, which takes none since 5.18:
     seen on 6.1, with a warning of the kernel's own.
     """
     reg = call.registration
