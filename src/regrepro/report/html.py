@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from importlib import resources
 
-from regrepro.report import picture
+from regrepro.report import picture, policy
 from regrepro.report.model import Finding, Report
 from regrepro.report.steps import LETTERS, Moment
 
@@ -129,6 +129,9 @@ def _finding(n: int, finding: Finding) -> Iterator[str]:
     if finding.picture is not None:
         yield "<h3>Where that is in physical memory</h3>"
         yield from picture.render(finding.picture)
+    if finding.policy:
+        yield "<h3>What the page allocator handed out</h3>"
+        yield from policy.render(finding.policy)
     if len(finding.trials) > 1:
         yield "<h3>The same steps, one thing changed</h3>"
         held = {None: "", True: "yes", False: "<b>NO</b>"}

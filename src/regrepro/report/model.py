@@ -11,6 +11,7 @@ from regrepro.report.load import Run
 from regrepro.report.steps import Moment, Pass, Reader, Step, passes
 from regrepro.views import words
 from regrepro.views.picture import Picture, pictures
+from regrepro.views.policy import Point, points
 
 TITLES = {
     "reproduced": "the bug was reproduced",
@@ -74,6 +75,7 @@ class Finding:
     no_path: str = ""
     moments: list[Moment] = field(default_factory=list)
     picture: Picture | None = None
+    policy: list[Point] = field(default_factory=list)
     trials: list[Trial] = field(default_factory=list)
     evidence: list[tuple[str, str, str, str]] = field(default_factory=list)
     checks: list[tuple[str, str, str]] = field(default_factory=list)
@@ -124,9 +126,11 @@ def build(run: Run) -> Report:
     reader = Reader()
     findings = [_finding(item, found, reader) for item in items]
     drawn = {(one.scenario, one.variant): one for one in pictures(run.record.events)}
+    measured = points(run.record.events)
     for finding in findings:
         key = (str(finding.item.get("scenario")), str(finding.item.get("variant", "default")))
         finding.picture = drawn.get(key)
+        finding.policy = measured.get(key, [])
     main = headline(items)
     steps = [(_pass_name(one), step) for one in found for step in reader.steps(one)]
     problems = [str(text) for text in words.list_of(run.verdicts.get("problems"))] + run.problems

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from regrepro.report.model import Finding, Report
 from regrepro.report.steps import LETTERS, Moment
+from regrepro.views import policy
 from regrepro.views.picture import as_text, legend
 
 WIDTH = 76
@@ -80,6 +81,9 @@ def _finding(finding: Finding) -> Iterator[str]:
         yield f"Buffer {finding.picture.buffer} over physical memory:"
         yield from (f"  {line}" for line in as_text(finding.picture, WIDTH - 2))
         yield from _wrap(legend(finding.picture), "  ")
+    if finding.policy:
+        yield ""
+        yield from policy.as_text(finding.policy, WIDTH)
     if len(finding.trials) > 1:
         yield ""
         yield "The same steps, one thing changed:"

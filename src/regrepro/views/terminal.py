@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
-from regrepro.views import picture, words
+from regrepro.views import picture, policy, words
 
 Segment = tuple[str, str]
 Line = list[Segment]
@@ -62,8 +62,7 @@ def show(
     out = file if file is not None else sys.stdout
     columns = _width(out, width)
     header = record.header if record is not None else {}
-    drawn = {(item.scenario, item.variant): item for item in picture.pictures(getattr(record, "events", ()))}
-    _print(_whole(verdicts, header, run_dir, columns, drawn), out)
+    _print(_whole(verdicts, header, run_dir, columns, _drawn(getattr(record, "events", ()), columns)), out)
 
 
 def show_evidence(
@@ -100,7 +99,7 @@ def _whole(
     header: Mapping[str, Any],
     run_dir: object,
     width: int,
-    drawn: Mapping[tuple[str, str], picture.Picture],
+    drawn: Mapping[tuple[str, str], list[Line]],
 ) -> list[Line]:
     items = words.mappings_of(verdicts.get("verdicts"))
     lines: list[Line] = [[], *_head(header, width)]
@@ -111,8 +110,8 @@ def _whole(
         for item in items:
             proof = _proof(item, width)
             if proof:
-                seen = drawn.get((str(item.get("scenario")), str(item.get("variant") or "default")))
-                lines += [[], *proof, *(_picture(seen, width) if seen is not None else [])]
+                key = (str(item.get("scenario")), str(item.get("variant") or "default"))
+                lines += [[], *proof, *drawn.get(key, [])]
     stand_ins = words.stand_ins(header, items)
     if stand_ins:
         lines += [[], [("Stand-ins in this run", "bold")]]
@@ -242,6 +241,16 @@ def _proof(item: Mapping[str, Any], width: int) -> list[Line]:
     what = "the proof" if verdict == "reproduced" else "what was seen"
     title: Line = [(f"{item.get('scenario')}", "bold"), (f": {what}", "bold")]
     return [title, *lines] if lines else []
+
+
+def _drawn(events: Iterable[Mapping[str, Any]], width: int) -> dict[tuple[str, str], list[Line]]:
+    """What can be drawn of each scenario: its buffer, and what the page allocator did."""
+    found = {(item.scenario, item.variant): _picture(item, width) for item in picture.pictures(events)}
+    for key, its in policy.points(events).items():
+        rows: list[Line] = [[*_label("policy", 10), ("what the page allocator handed out", "")]]
+        rows += [[("    ", ""), (row, "")] for row in policy.as_text(its, width - 4)]
+        found[key] = rows + found.get(key, [])
+    return found
 
 
 def _picture(drawn: picture.Picture, width: int) -> list[Line]:

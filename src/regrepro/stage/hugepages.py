@@ -1,0 +1,101 @@
+"""Gigantic pages out of the reserve: does the kernel still get them while a pin sits in it?"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from regrepro.errors import Unmet
+from regrepro.stage.backend import PAGE_SIZE
+
+if TYPE_CHECKING:
+    from regrepro.stage import Stage
+    from regrepro.stage.buffers import Buffer
+
+HUGEPAGES = Path("/sys/kernel/mm/hugepages")
+
+
+@dataclass(frozen=True)
+class Reserve:
+    """The `hugetlb_cma` areas of the node. `size`: bytes of a gigantic page; `pages`: how many they hold."""
+
+    size: int
+    pages: int
+    ranges: tuple[tuple[int, int], ...]  # first PFN, last PFN + 1
+
+    @property
+    def count_file(self) -> Path:
+        """The file that holds how many gigantic pages there are."""
+        return HUGEPAGES / f"hugepages-{self.size // 1024}kB" / "nr_hugepages"
+
+
+def gigantic_size() -> int | None:
+    """Return the bytes of the smallest gigantic page: one that the page allocator alone cannot make.
+
+    Gigantic are those above MAX_PAGE_ORDER (hstate_is_gigantic(), include/linux/hugetlb.h), which is 10 with
+    4 KiB pages, so that 1 GiB pages are on x86-64 and on arm64. None where the kernel has none.
+    """
+    sizes = []
+    for folder in HUGEPAGES.glob("hugepages-*kB"):
+        size = int(folder.name.removeprefix("hugepages-").removesuffix("kB")) * 1024
+        if size >= 1 << 29:
+            sizes.append(size)
+    return min(sizes, default=None)
+
+
+def reserve(stage: Stage) -> Reserve:
+    """Return the reserve of this node. Raises `Unmet`."""
+    how = "boot with hugetlb_cma=1G or more on a kernel with CONFIG_CMA and 1 GiB pages"
+    size = gigantic_size()
+    if size is None:
+        raise Unmet("hugetlb_cma", "this kernel, or this CPU, has no gigantic pages", how)
+    memory_map = stage.backend.memory_map
+    areas = [] if memory_map is None else memory_map.as_record().get("cma_areas") or []
+    mine = [area for area in areas if str(area.get("name")).startswith("hugetlb")]
+    pages = sum(int(area.get("pages") or 0) * PAGE_SIZE // size for area in mine)
+    if not pages:
+        raise Unmet("hugetlb_cma", "no CMA area of hugetlb is reserved on this node", how)
+    if any(area.get("ranges") is None for area in mine):
+        raise Unmet(
+            "hugetlb_cma", "where its areas lie is not known", "run as root, with /proc/kcore and BTF"
+        )
+    ranges = tuple((int(first), int(end)) for area in mine for first, end in area["ranges"])
+    return Reserve(size, pages, ranges)
+
+
+def require_inside(stage: Stage, buffer: Buffer, held: Reserve) -> None:
+    """See to it that every page of a buffer lies in the reserve. Raises `Unmet`."""
+    state = stage.look(buffer)
+    pfns = [] if state is None else [int(pfn) for pfn in state.pfn]
+    inside = sum(any(first <= pfn < end for first, end in held.ranges) for pfn in pfns)
+    if inside < buffer.pages:
+        raise Unmet(
+            "hugetlb_cma",
+            f"{buffer.pages - inside} of {buffer.pages} pages lie in another CMA area",
+            "boot without cma=, so that hugetlb_cma is the only area",
+        )
+
+
+def ask(stage: Stage, held: Reserve, when: str) -> int:
+    """Ask for as many gigantic pages as the reserve holds; give them back. Returns how many came.
+
+    Recorded as step `gigantic-pages`: `when`, `asked`, `got`, `size`. Raises `Unmet` where it may not be
+    asked.
+    """
+    file = held.count_file
+    before = int(file.read_text())
+    facts: dict[str, Any] = {"when": when, "size": held.size, "asked": held.pages}
+    try:
+        fd = os.open(file, os.O_WRONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise Unmet("root", f"{file}: {error.strerror}", "run it as root") from None
+    try:
+        os.write(fd, str(before + held.pages).encode())
+        got = int(file.read_text()) - before
+        os.write(fd, str(before).encode())
+    finally:
+        os.close(fd)
+    stage.step("gigantic-pages", got=got, **facts)
+    return got
