@@ -7,18 +7,26 @@ import os
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 
+import regrepro
 from regrepro.errors import EnvironmentProblem
+from regrepro.judge import exit_code, judge_record
+from regrepro.kernel.leftovers import Journal
+from regrepro.kernel.trace_flags import FlagNames
 from regrepro.kernel.trace_probes import Returns
-from regrepro.watch import copies, process
+from regrepro.record import Record
+from regrepro.watch import copies, engine, process
 from regrepro.watch.events import Correlator, Failure
+from regrepro.watch.evidence import Evidence, Observer, record_events
 from regrepro.watch.functions import Function, Functions, read_symbols
 from regrepro.watch.limiter import Limiter
 from regrepro.watch.lock import Lock
 from regrepro.watch.metrics import Metrics
 from regrepro.watch.output import Output
-from regrepro.watch.program import Dialect, Library, PageOffsets, make_program
+from regrepro.watch.process import Process
+from regrepro.watch.program import Dialect, Library, PageOffsets, Program, make_program
 from regrepro.watch.registrations import Account
 
 REG = ("ibpd", "start", "length", "iova", "access", "udata")
@@ -29,13 +37,42 @@ FUNCTIONS = Functions(
     ],
     drivers=[Function("rxe_reg_user_mr", "rdma_rxe", REG, Returns.POINTER)],
     carriers=[Function("ib_uverbs_ioctl", "ib_uverbs", ("filp", "cmd", "arg"))],
-    pins=[Function("pin_user_pages_fast", "", ("start", "nr_pages", "gup_flags", "pages"))],
+    pins=[
+        Function(name, "", ("start", "nr_pages", "gup_flags", "pages"))
+        for name in ("pin_user_pages_fast", "pin_user_pages")
+    ],
     inner=[Function("__gup_longterm_locked", "", ("mm",), Returns.LONG)],
     open=Function("ib_uverbs_open", "ib_uverbs", ("inode", "filp")),
     migrate=Function("migrate_pages", "", ("from", "a", "b", "c", "mode", "reason")),
     reasons={9: "longterm_pin"},
 )
 NAMES = make_program(FUNCTIONS).names
+SCHEMAS = Path(regrepro.__file__).parent / "schema"
+SCHEMA = json.loads((SCHEMAS / "record-1.json").read_text())
+VERDICTS = json.loads((SCHEMAS / "verdicts-1.json").read_text())
+HEADER: dict[str, Any] = {
+    "version": "0",
+    "started": "2026-11-30T00:00:00+00:00",
+    "run": {"profile": "watch", "names": [], "cuda": "auto", "trace": "on", "place": "as-allocated"},
+    "node": {
+        "hostname": "h",
+        "kernel": "7.3.4",
+        "kernel_version": "v",
+        "arch": "x86_64",
+        "page_size": 4096,
+        "cmdline": "",
+        "cpus": 1,
+        "memory_total": 1,
+        "euid": 0,
+        "capabilities": [],
+        "lockdown": None,
+        "vm": {},
+        "nvidia_driver": None,
+        "limits": {"memlock_soft": None, "memlock_hard": None},
+    },
+    "lab": None,
+    "stand_ins": [],
+}
 OFFSETS = PageOffsets(8, 0, 52, 48, 100)
 
 
@@ -415,3 +452,244 @@ def test_the_account_adds_what_the_kernel_counted() -> None:
     assert account.totals() == {("host", "rxe"): (6, 24576)}
     told = account.as_record()
     assert told["registrations"][0]["comm"] == "app,x" and told["sizes"][0]["buckets"] == [[4096, 6]]
+
+
+# A failure in the record, and its verdict
+
+
+def observer() -> Observer:
+    """One that looks at nothing: it only knows what the program follows."""
+    made = Observer.__new__(Observer)
+    made._functions = FUNCTIONS
+    made._flags = FlagNames({"FOLL_WRITE": 1, "FOLL_LONGTERM": 256}, "a test")
+    made.functions_missing = {"mlx5_core_create_mkey": "not loaded"}
+    return made
+
+
+def state(place: str, refcount: int) -> dict[str, Any]:
+    return {
+        "pages": 8,
+        "pfn": [[0, 4096, 8]],
+        "place": [[0, 8, place]],
+        "refcount": [[0, 8, refcount]],
+        "mapcount": [[0, 8, 1]],
+        "pincount": None,
+        "baseline": [[0, 8, 1]],
+        "node": [[0, 8, 0]],
+        "how": "observed",
+        "source": "a test",
+    }
+
+
+class Pages:
+    """In the place of a PageState."""
+
+    def __init__(self, place: str, refcount: int) -> None:
+        self.state = state(place, refcount)
+
+    def as_record(self) -> dict[str, Any]:
+        return self.state
+
+
+def judged(failure: Failure, lost: int = 0, **seen: Any) -> dict[str, Any]:
+    """Write a failure's pass, hold it to the schema, and judge it."""
+    process_ = Process(failure.pid, limits=seen.pop("limits", {}), capabilities=seen.pop("capabilities", []))
+    found = Evidence(failure, process_, **seen)
+    record = [{"schema": "regrepro.record/1", **HEADER}]
+    for kind, keys in record_events(found, observer().trace(failure, lost), "failure-1"):
+        record.append({"seq": len(record), "t": 0.0, "event": kind, **keys})
+    record.append({"seq": len(record), "t": 0.0, "event": "run-end", "outcome": "finished"})
+    validator = jsonschema.Draft202012Validator(SCHEMA)
+    for item in record:
+        problems = [error.message for error in validator.iter_errors(item)]
+        assert not problems, (item.get("event"), problems)
+    verdicts = judge_record(Record(record[0], record[1:]))
+    jsonschema.Draft202012Validator(VERDICTS).validate(verdicts)
+    assert verdicts["complete"] and not verdicts["problems"]
+    return dict(verdicts["verdicts"][0])
+
+
+def held(refcount: int = 1026, place: str = "cma", **seen: Any) -> dict[str, Any]:
+    seen_lines = Seen()
+    seen_lines.lines(*held_pin(), LIBRARY)
+    keys: dict[str, Any] = {
+        "first": 0x7F0000000000,
+        "length": 32768,
+        "vma": "7f0000000000-7f0000008000 rw-p 00000000 00:00 0 ",
+        "pages": Pages(place, refcount - 1),
+        "again": Pages(place, refcount - 1),
+        "again_after": 0.25,
+        "stuck": [{"pfn": 4096, "place": place, "refcount": refcount, "mapcount": 1}],
+    }
+    return judged(seen_lines.complete[0], **{**keys, **seen})
+
+
+def test_a_held_pin_that_was_seen_in_full_is_class_b_proven() -> None:
+    verdict = held()
+    assert verdict["verdict"] == "caught" and verdict["layer"] == "page-migration"
+    assert verdict["class"] == {"name": "B", "state": "proven", "missing": []}
+    assert verdict["pin_owner"] == "unknown" and "by whom was not seen" in verdict["reason"]
+    assert exit_code({"verdicts": [verdict]}) == 10
+    assert all(check["state"] == "ok" for check in verdict["checks"] if check["name"] != "holder")
+
+
+def test_the_holder_is_named_where_its_pin_was_seen() -> None:
+    pin = {
+        "fn": "pin_user_pages",
+        "start": 0x7F0000000000,
+        "nr_pages": 8,
+        "flags": ["FOLL_WRITE"],
+        "stack": ["pin_user_pages+1", "os_lock_user_pages+5"],
+        "modules": ["nvidia"],
+    }
+    verdict = held(plain_pins=[pin])
+    assert verdict["pin_owner"] == "cuda" and "a pin by cuda" in verdict["reason"]
+
+
+@pytest.mark.parametrize(
+    ("change", "lacks"),
+    [
+        ({"again": None}, "lasted"),
+        ({"stuck": []}, "reference counts"),
+        ({"again": Pages("cma", 1)}, "I/O in flight"),
+        ({"pages": None, "again": None, "pages_unknown": "it was gone"}, "it was gone"),
+        ({"lost": 3}, "3 events were lost"),
+    ],
+)
+def test_what_is_missing_makes_it_likely_and_is_named(change: dict[str, Any], lacks: str) -> None:
+    verdict = held(**change)
+    assert verdict["class"]["state"] == "likely" and lacks in verdict["reason"], verdict["reason"]
+
+
+def test_pages_in_ordinary_memory_are_not_this_bug() -> None:
+    verdict = held(place="ordinary")
+    assert verdict["verdict"] == "other-failure" and "class" not in verdict
+
+
+def test_a_process_that_died_is_judged_by_what_the_kernel_told() -> None:
+    verdict = held(pages=None, again=None, first=0, length=0, pages_unknown="it was gone")
+    assert verdict["class"]["state"] == "likely"
+    assert {check["name"] for check in verdict["checks"] if check["state"] == "ok"} >= {
+        "trace",
+        "placement",
+        "references",
+    }
+
+
+def umem_failed(ret: int) -> Failure:
+    seen = Seen()
+    seen.lines(
+        f"D|7|130|{number('rxe_reg_user_mr')}|{ret}|7f0000000000|32768|7f0000000000|7",
+        f"K|7|6|140|{number('ib_uverbs_reg_mr')}|{ret}|0|2|0|python3",
+        LIBRARY,
+    )
+    return seen.complete[0]
+
+
+def test_memlock_is_told_by_the_process_own_limit_and_what_it_has_pinned() -> None:
+    limits = {"memlock_soft": 65536, "vmpin": 0}
+    verdict = judged(umem_failed(-12), limits=limits, first=0x7F0000000000, length=32768)
+    assert verdict["layer"] != "memlock-accounting"
+    verdict = judged(umem_failed(-12), limits={**limits, "vmpin": 65536}, first=0x7F0000000000, length=32768)
+    assert verdict["layer"] == "memlock-accounting" and verdict["evidence"]["layer"]["how"] == "observed"
+    verdict = judged(umem_failed(-12), limits={**limits, "vmpin": 65536}, capabilities=["CAP_IPC_LOCK"])
+    assert verdict["layer"] != "memlock-accounting"
+
+
+def test_a_bad_address_a_bad_flag_and_no_dmabuf() -> None:
+    seen = Seen()
+    seen.lines(
+        f"G|7|120|{number('pin_user_pages_fast')}|-14|10000|1|101",
+        f"D|7|130|{number('rxe_reg_user_mr')}|-14|10000|4096|10000|7",
+        f"K|7|6|140|{number('ib_uverbs_reg_mr')}|-14|{1 << 40}|1|0|x",
+        "U|7|6|150|1|10000|4096|10000|7|0|x",
+        f"K|7|6|240|{number('ib_uverbs_reg_mr')}|-22|0|1|0|x",
+        "U|7|6|250|1|7f0000000000|4096|7f0000000000|2|0|x",
+        f"K|7|6|340|{number('ib_uverbs_handler_UVERBS_METHOD_REG_DMABUF_MR')}|-95|0|3|0|x",
+        "U|7|6|350|3|0|4096|0|7|0|x",
+    )
+    assert [judged(failure)["layer"] for failure in seen.complete] == ["page-fault", "arguments", "dma-buf"]
+    assert [failure.verb for failure in seen.complete] == ["ibv_reg_mr", "ibv_reg_mr", "ibv_reg_dmabuf_mr"]
+
+
+def test_an_errno_that_nobody_said_stands_as_unknown_in_the_record() -> None:
+    seen = Seen()
+    seen.lines(LIBRARY)
+    verdict = judged(seen.complete[0])
+    assert verdict["errno"] == "EUNKNOWN" and verdict["layer"] == "unknown"
+
+
+def test_a_migration_of_compaction_is_no_part_of_the_path() -> None:
+    seen = Seen()
+    seen.lines(
+        "M|7|100|5|0",
+        f"D|7|130|{number('rxe_reg_user_mr')}|-12|7f0000000000|32768|7f0000000000|7",
+        f"K|7|6|140|{number('ib_uverbs_reg_mr')}|-12|0|0|0|x",
+    )
+    trace = observer().trace(seen.complete[0], 0)
+    assert "migrate_pages" not in [event["fn"] for event in trace["events"]]
+
+
+# What stands in the way
+
+
+def test_without_root_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(EnvironmentProblem, match="needs root"):
+        engine.require_rights()
+
+
+def test_a_locked_down_kernel_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(engine, "lockdown", lambda: "confidentiality")
+    with pytest.raises(EnvironmentProblem, match="locked down"):
+        engine.require_rights()
+
+
+def test_without_bpftrace_or_with_an_old_one_it_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(engine.shutil, "which", lambda *_args, **_keys: None)
+    with pytest.raises(EnvironmentProblem, match="apt-get install bpftrace"):
+        engine.find_bpftrace()
+    program = tmp_path / "bpftrace"
+    monkeypatch.setattr(engine.shutil, "which", lambda *_args, **_keys: str(program))
+    for said, wanted in (("bpftrace v0.9.4", "too old"), ("hello", "nothing that is known")):
+        program.write_text(f"#!/bin/sh\necho '{said}'\n")
+        program.chmod(0o755)
+        with pytest.raises(EnvironmentProblem, match=wanted):
+            engine.find_bpftrace()
+    program.write_text("#!/bin/sh\necho 'bpftrace v0.23.2'\n")
+    assert engine.find_bpftrace() == (str(program), (0, 23))
+
+
+def test_a_child_that_fails_is_told_and_struck_from_the_journal(tmp_path: Path) -> None:
+    program = tmp_path / "bpftrace"
+    program.write_text("#!/bin/sh\necho 'stdin:1:1: ERROR: no such probe' >&2\nexit 1\n")
+    program.chmod(0o755)
+    with Journal(tmp_path) as journal:
+        correlator = Seen().correlator
+        child = engine.Engine(str(program), Program("BEGIN {}\n"), correlator, tmp_path / "p.bt", journal)
+        while not child.ended:
+            child.take()
+        child.stop()
+        assert child.why() == "stdin:1:1: ERROR: no such probe" and not journal.entries
+    assert (tmp_path / "p.bt").read_text() == "BEGIN {}\n"
+
+
+def test_a_child_that_goes_on_is_ended(tmp_path: Path) -> None:
+    program = tmp_path / "bpftrace"
+    program.write_text(
+        "#!/bin/sh\ntrap 'exit 0' INT\n"
+        """printf '%s\\n' '{"type": "printf", "data": "H|1"}' '{"type": "printf", "data": "H|2"}'\n"""
+        "while :; do sleep 0.1; done\n"
+    )
+    program.chmod(0o755)
+    with Journal(tmp_path) as journal:
+        correlator = Seen().correlator
+        child = engine.Engine(str(program), Program(), correlator, tmp_path / "p.bt", journal)
+        assert [entry.kind for entry in journal.entries] == ["process"]
+        while not child.attached:
+            child.take()
+        child.stop()
+        assert child.ended and not journal.entries
