@@ -89,6 +89,17 @@ def test_a_blocked_guest_is_ended_and_the_next_goes_on(
     assert boots == []
 
 
+def test_what_is_wrong_is_run_again_when_asked(
+    tmp_path: Path, boots: list[tuple[str, tuple[str, ...]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_record(tmp_path / "7.3/boot-1", "7.3", list(NAMES), blocks="zero_page")
+    engine.run_faults(engine.Plan(NAMES, ("7.3",)), tmp_path, Silent())
+    assert boots == []
+    table = engine.run_faults(engine.Plan(NAMES, ("7.3",), retry=True), tmp_path, Silent())
+    assert boots == [("7.3", ("zero_page",))]
+    assert engine.exit_code(table) == 0
+
+
 def test_a_guest_that_begins_nothing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "lab_run", lambda *args: args[3].mkdir(parents=True))
     with pytest.raises(EnvironmentProblem, match="no fault was begun"):

@@ -51,6 +51,7 @@ class Plan:
     memory: int = MEMORY
     cpus: int | None = None
     accel: str = "auto"
+    retry: bool = False
 
     def lab_options(self, kernel: str) -> LabOptions:
         """Return the machine of a kernel."""
@@ -93,14 +94,20 @@ def run_faults(plan: Plan, out: Path, tell: LabProgress) -> dict[str, Any]:
 
 def _run_kernel(plan: Plan, kernel: str, place: Path, names: list[str], tell: LabProgress) -> None:
     """Boot until each fault was begun, or a guest began none."""
-    while left := [name for name in names if name not in cells(place)]:
+    known = {name: cell for name, cell in cells(place).items() if cell["as_declared"] or not plan.retry}
+    older = {boot.name for boot in _boots(place)}
+
+    def done() -> set[str]:
+        return set(known) | {name for name, cell in cells(place).items() if cell["run"] not in older}
+
+    while left := [name for name in names if name not in done()]:
         number = len(_boots(place)) + 1
         tell.say(f"{kernel}: {len(left)} of {len(names)} faults, boot {number}")
-        before = len(cells(place))
+        before = len(done())
         options = RunOptions(names=tuple(_arguments(plan, left)), profile="faults", cuda="none")
         directory = place / f"boot-{number}"
         lab_run(options.names, options, plan.lab_options(kernel), directory, tell)
-        if len(cells(place)) == before:
+        if len(done()) == before:
             raise EnvironmentProblem(f"{kernel}: no fault was begun", hint=f"see {directory / 'console.log'}")
 
 

@@ -35,6 +35,7 @@ from regrepro.lab.settings import ACCEL_CHOICES
     show_default=True,
     help="Where the runs lie; the same again goes on.",
 )
+@click.option("--retry", is_flag=True, help="Run again what is not as declared, or could not be decided.")
 @click.option("--show", is_flag=True, help="Run nothing: show what lies in --out.")
 @click.option(
     "--format",
