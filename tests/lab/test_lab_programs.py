@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(3600)]
 
 GIB = 1 << 30
+KERNEL, CUDA = ("guest_kernel.py",), ("guest_cuda.py",)
 REFUSES, REGISTERS = ("--expect-refusal", "yes"), ("--expect-refusal", "no")
 
 
@@ -27,14 +28,13 @@ class Row:
     programs: tuple[tuple[str, ...], ...]
 
 
-# `guest_kernel.py` and `guest_trace.py` know all four series and two nodes; those rows are run by hand until
-# they have been seen to pass on each.
+# `guest_trace.py` knows all four series; its rows are run by hand until they have been seen to pass on each.
 # guest_kernel.py comes first: it takes memory blocks offline, which a used guest may not give.
 ROWS = [
     Row(
         "7.3 hugetlb_cma=2G, two nodes",
         LabOptions("7.3", ("hugetlb_cma=2G",), numa=2),
-        (("guest_audit.py", "hugetlb_cma"), ("guest_cuda.py",)),
+        (KERNEL, ("guest_audit.py", "hugetlb_cma"), CUDA),
     ),
     Row(
         "7.3 hugetlb_cma=2G, nodes too small",
@@ -44,7 +44,7 @@ ROWS = [
     Row(
         "7.3 cma=512M",
         LabOptions("7.3", ("cma=512M",)),
-        (("guest_kernel.py",), ("guest_audit.py", "cma"), ("guest_core.py", *REFUSES)),
+        (KERNEL, ("guest_audit.py", "cma"), ("guest_core.py", *REFUSES)),
     ),
     Row(
         "7.3 movablecore=512M",
@@ -55,8 +55,8 @@ ROWS = [
     *(
         Row(f"{series} movablecore=512M", LabOptions(series, ("movablecore=512M",)), programs)
         for series, programs in (
-            ("6.12", (("guest_audit.py", "movablecore"), ("guest_core.py", *REFUSES), ("guest_cuda.py",))),
-            ("6.1", (("guest_audit.py", "movablecore"), ("guest_core.py", *REFUSES))),
+            ("6.12", (KERNEL, ("guest_audit.py", "movablecore"), ("guest_core.py", *REFUSES), CUDA)),
+            ("6.1", (KERNEL, ("guest_audit.py", "movablecore"), ("guest_core.py", *REFUSES))),
             ("5.10", (("guest_core.py", *REGISTERS),)),
         )
     ),
