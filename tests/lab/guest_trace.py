@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -299,6 +300,19 @@ def forked(tracer: Tracer) -> None:
     tracer.follow(os.getpid())
 
 
+def paused(tracer: Tracer) -> None:
+    """With the probes taken out nothing is seen; afterwards all is as before."""
+    with memory.Range.anonymous(PAGE) as buffer:
+        buffer.fill(1)
+        seen = []
+        for pause in (True, False):
+            with tracer.paused() if pause else nullcontext():
+                _, pin, trace = traced(tracer, partial(pins.pin_vmsplice, buffer.address, PAGE), stack=True)
+            pin.release()
+            seen.append(any(call["start"] == buffer.address for call in trace_tree.gup_calls(trace)))
+    check("paused it sees nothing, and then again all", seen == [False, True], str(seen))
+
+
 def killed() -> None:
     """A run that is killed leaves an instance and probes, and the next start removes them."""
     directory = Path(tempfile.mkdtemp(prefix="regrepro-"))
@@ -551,6 +565,7 @@ def main() -> int:
             not_ours(tracer)
             forked(tracer)
             two_at_once(tracer)
+            paused(tracer)
             overrun(tracer)
         finally:
             start = time.monotonic()
