@@ -3,7 +3,8 @@
 Checkpointing forks workers that keep writing in the address space that they inherited, fills the page cache
 and has it written back. Each round puts the node at a random distance from where the kernel begins to hand
 out CMA, as allocator history would, runs the parts of a checkpoint that are switched on, and allocates, pins
-and registers a buffer. The same draw of distances serves every setting, so that only the switches differ.
+and registers a buffer. All settings take their turn at each distance, in an order that is shuffled, so that
+only the switches differ, and what a round leaves behind in the kernel's lists falls on all of them alike.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from regrepro.errors import Unmet, errno_name
@@ -29,6 +31,9 @@ if TYPE_CHECKING:
 
 _MADV_DONTFORK = 10
 _HUGE = 2 << 20
+# A CPU's list of free pages holds CMA pages that earlier rounds freed; so many small pages empty it.
+_SOAK = 8 << 20
+_LISTS = Path("/proc/sys/vm/percpu_pagelist_high_fraction")
 _Z95 = 1.959964
 
 
@@ -104,14 +109,17 @@ def measure(
     ground = _Ground(_heap(backend, chosen), _directory(backend, chosen))
     ballast: list[Range] = []
     try:
-        _consume(backend, ballast, leave=2 * spread)
-        for name, switches in chosen.items():
+        with _short_lists(backend):
+            _consume(backend, ballast, leave=2 * spread + _SOAK)
+            outcomes: dict[str, list[_Outcome]] = {name: [] for name in chosen}
             draws = random.Random(seed)
-            outcomes = [
-                _round(stage, switches, ground, length, int(draws.uniform(-fill, 1 - fill) * spread))
-                for _ in range(rounds)
-            ]
-            _record(stage, name, switches, outcomes, {"length": length, "fill": fill, "spread": spread})
+            for _ in range(rounds):
+                distance = int(draws.uniform(-fill, 1 - fill) * spread)
+                for name in draws.sample(sorted(chosen), len(chosen)):
+                    outcomes[name].append(_round(stage, chosen[name], ground, length, distance))
+        for name, switches in chosen.items():
+            how = {"length": length, "fill": fill, "spread": spread}
+            _record(stage, name, switches, outcomes[name], how)
     finally:
         for memory in [*ballast, ground.heap]:
             memory.close()
@@ -177,6 +185,22 @@ def _heap(backend: Backend, chosen: dict[str, Switches]) -> Range:
     return heap
 
 
+@contextlib.contextmanager
+def _short_lists(backend: Backend) -> Iterator[None]:
+    """Keep the CPUs' lists of free pages short meanwhile, in the lab: what they hold is nowhere counted."""
+    before = ""
+    if backend.in_lab:
+        with contextlib.suppress(OSError):
+            before = _LISTS.read_text().strip()
+            _LISTS.write_text("1000000")
+    try:
+        yield
+    finally:
+        if before:
+            with contextlib.suppress(OSError):
+                _LISTS.write_text(before)
+
+
 def _to_go(backend: Backend) -> int:
     """Return how many bytes are handed out before CMA is, on this process' node. Raises `Unmet`."""
     zones = backend.zones()
@@ -211,8 +235,9 @@ def _round(stage: Stage, switches: Switches, ground: _Ground, length: int, dista
     try:
         surplus = _to_go(backend) - max(distance, 0)
         # Beyond the point each page taken is CMA or not by turns: so much further it has to go.
-        surplus += 2 * max(-distance, 0) if distance < 0 else 0
-        for size, backing in ((surplus // _HUGE * _HUGE, "thp"), (surplus % _HUGE, "anonymous")):
+        surplus += 2 * max(-distance, 0)
+        huge = max(0, surplus - _SOAK) // _HUGE * _HUGE
+        for size, backing in ((huge, "thp"), (surplus - huge, "anonymous")):
             if size >= PAGE_SIZE:
                 noise.append(backend.allocate(size // PAGE_SIZE * PAGE_SIZE, backing))
                 noise[-1].populate()
