@@ -29,6 +29,7 @@ def access_flags(stage: Stage) -> None:
     timeout=120,
 )
 def access_flag_of_another_device(stage: Stage) -> None:
-    """Register with flags of which this device refuses one: huge pages, on-demand paging."""
+    """Register with flags of which soft-RoCE refuses one: huge pages, on-demand paging."""
+    stage.faults.only_on("rdma_rxe", "it may know both flags")
     buffer = stage.buffer(pages=8)
     stage.register(buffer, access=stage.faults.either((*SOUND, "HUGETLB", "ON_DEMAND"), SOUND)).deregister()

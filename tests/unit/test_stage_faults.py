@@ -150,6 +150,12 @@ def test_what_could_hurt_a_node_refuses_outside_of_the_lab(name: str, stage: Sta
         DANGEROUS[name](stage)
 
 
+def test_a_fault_of_one_driver_is_planted_on_no_other(stage: Stage) -> None:
+    stage.faults.only_on("fake", "it is the one")
+    with pytest.raises(Unmet, match="fake0 is another device: it knows more"):
+        stage.faults.only_on("rdma_rxe", "it knows more")
+
+
 def test_in_the_control_nothing_is_planted(sound: Stage) -> None:
     assert sound.faults.either("fault", "sound") == "sound"
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)

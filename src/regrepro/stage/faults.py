@@ -93,6 +93,12 @@ class Faults:
         tracer: Any = self._stage._tracer
         return tracer.paused() if tracer is not None else nullcontext()
 
+    def only_on(self, driver: str, why: str) -> None:
+        """End the pass where the device is not of this software driver. Raises `Unmet`."""
+        registrar = self._stage.backend.registrar()
+        if registrar.stand_in != driver:
+            raise Unmet(driver, f"{registrar.device} is another device: {why}", "run it in the lab")
+
     # Limits
 
     @contextmanager
