@@ -37,6 +37,7 @@ class FakeCuda:
 
     stand_in: str | None = "standin:pin"
     owner = "standin:pin"
+    offset = 0
 
     def __init__(self, machine: CudaBackend) -> None:
         self.machine = machine
@@ -47,6 +48,7 @@ class FakeCuda:
         if self.refuse is not None:
             raise self.refuse
         memory = self.machine.allocate(length, "anonymous")
+        memory.address += self.offset
         memory.populate()
         self.machine.cuda_pins[memory.address] = (
             memory,
@@ -217,6 +219,15 @@ def test_draws_that_do_not_fit_are_given_back(tmp_path: Path) -> None:
     assert backend.the_cuda is not None
     assert len(backend.the_cuda.freed) == 1
     assert pin.buffer.address not in backend.the_cuda.freed
+
+
+def test_memory_of_a_pool_is_unmet(tmp_path: Path) -> None:
+    backend = CudaBackend()
+    assert backend.the_cuda is not None
+    backend.the_cuda.offset = 512
+    with pytest.raises(Unmet, match="within a page"):
+        Run(tmp_path, backend).stage.cuda.host_alloc(pages=4)
+    assert len(backend.the_cuda.freed) == 1
 
 
 def test_memory_that_never_fits_is_unmet(tmp_path: Path) -> None:

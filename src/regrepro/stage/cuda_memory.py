@@ -507,9 +507,17 @@ class _Draws(Search):
 
 
 def call_traced(stage: Stage, take: Callable[[], HostAllocation]) -> _Drawn:
-    """Make one call of `cudaHostAlloc`, traced."""
+    """Make one call of `cudaHostAlloc`, traced. Raises `Unmet` where the memory shares its first page."""
     made: list[HostAllocation] = []
     error, trace, seconds = stage._call(lambda: made.append(take()), stack=True)
+    if made and made[0].address % PAGE_SIZE:
+        address = made[0].address
+        made[0].close()
+        raise Unmet(
+            "host-memory",
+            f"CUDA handed out {address:#x}, within a page: it serves so small a request from a pool of its own",
+            "ask for more, such as --option length=4M",
+        )
     return _Drawn(made[0] if made else None, error, trace, seconds)
 
 
