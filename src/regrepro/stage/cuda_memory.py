@@ -515,7 +515,7 @@ def call_traced(stage: Stage, take: Callable[[], HostAllocation]) -> _Drawn:
         made[0].close()
         raise Unmet(
             "host-memory",
-            f"CUDA handed out {address:#x}, within a page: it serves so small a request from a pool of its own",
+            f"CUDA handed out {address:#x}, within a page: so small a request comes from a pool of its own",
             "ask for more, such as --option length=4M",
         )
     return _Drawn(made[0] if made else None, error, trace, seconds)
