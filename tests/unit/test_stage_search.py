@@ -29,12 +29,19 @@ def test_so_many_pages(tmp_path: Path) -> None:
 
 
 def test_a_kind_is_not_met_by_another(tmp_path: Path) -> None:
-    backend = FakeBackend(lambda n: CMA)
+    backend = FakeBackend(lambda n: MOVABLE)
     backend.available = (96 << 20) + 64 * PAGE_SIZE
     bench = Bench(tmp_path, backend)
-    with pytest.raises(Unmet, match="4 of 4 movable-zone pages"):
-        bench.stage.buffer(pages=4, place="movable-zone")
+    with pytest.raises(Unmet, match="4 of 4 cma pages"):
+        bench.stage.buffer(pages=4, place="cma")
     assert backend.ranges == []
+
+
+def test_a_kind_that_is_not_there_is_not_looked_for(tmp_path: Path) -> None:
+    backend = FakeBackend(lambda n: CMA)
+    with pytest.raises(Unmet, match="no memory of this node is of the kind movable-zone"):
+        Bench(tmp_path, backend).stage.buffer(pages=4, place="movable-zone")
+    assert backend.handed_out == 0
 
 
 @pytest.mark.parametrize(

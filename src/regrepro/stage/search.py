@@ -94,10 +94,7 @@ class Wanted:
 
 
 class Search:
-    """One search for pages: holds what it touched until it ends, within a limit.
-
-    `cma_held`: bytes of CMA that the run holds already; a cap bounds them.
-    """
+    """One search for pages: holds what it touched until it ends, within a limit."""
 
     def __init__(self, backend: Backend, length: int, wanted: Wanted) -> None:
         import numpy
@@ -125,8 +122,8 @@ class Search:
         else:
             self._limit = min(available // 2, _GATHER_LIMIT)
         self._limit = max(0, self._limit)
-        self._cap = cap = backend.cma_cap()
-        self._check_cap(cap)
+        self._check_there()
+        self._check_cap(backend.cma_cap())
 
     def __enter__(self) -> Search:
         return self
@@ -343,6 +340,20 @@ class Search:
                     f"vm.max_map_count is {allowed}",
                     f"sysctl vm.max_map_count={2 * (have + 2 * runs)}, or ask for a smaller buffer",
                 )
+
+    def _check_there(self) -> None:
+        """Say at once that a kind of memory is not there, instead of looking for it."""
+        memory_map = self._backend.memory_map
+        if self._wanted.kind == "unpinnable" or memory_map is None or not memory_map.complete:
+            return
+        ranges = memory_map.as_record().get("unpinnable_ranges") or []
+        if not any(item[2] == self._wanted.kind for item in ranges):
+            how = {"cma": "boot with cma=512M or hugetlb_cma=2G, on a kernel with CONFIG_CMA"}
+            raise Unmet(
+                self._wanted.kind,
+                f"no memory of this node is of the kind {self._wanted.kind}, by its complete memory map",
+                how.get(self._wanted.kind, "boot with movablecore=512M, or use --place online-movable"),
+            )
 
     def _check_cap(self, cap: int | None) -> None:
         """Refuse what would take more of CMA than a run may: drivers live on it, too."""
