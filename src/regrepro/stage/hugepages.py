@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -88,14 +87,12 @@ def ask(stage: Stage, held: Reserve, when: str) -> int:
     before = int(file.read_text())
     facts: dict[str, Any] = {"when": when, "size": held.size, "asked": held.pages}
     try:
-        fd = os.open(file, os.O_WRONLY | os.O_CLOEXEC)
+        file.write_text(str(before + held.pages))
     except OSError as error:
         raise Unmet("root", f"{file}: {error.strerror}", "run it as root") from None
     try:
-        os.write(fd, str(before + held.pages).encode())
         got = int(file.read_text()) - before
-        os.write(fd, str(before).encode())
     finally:
-        os.close(fd)
+        file.write_text(str(before))
     stage.step("gigantic-pages", got=got, **facts)
     return got
