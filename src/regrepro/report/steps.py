@@ -293,7 +293,23 @@ def _are_numbers(*values: object) -> bool:
     return all(isinstance(value, (int, float)) for value in values)
 
 
+def _gigantic_pages(event: Mapping[str, Any]) -> tuple[str, str, bool | None]:
+    asked, got = event.get("asked"), event.get("got")
+    size = words.number_of(event.get("size")) >> 20
+    what = f"ask for {asked} gigantic pages of {size} MiB, {event.get('when')}"
+    return what, f"{got} came", asked == got
+
+
+def _placement_policy(event: Mapping[str, Any]) -> tuple[str, str, bool | None]:
+    free, cma = words.number_of(event.get("free")), words.number_of(event.get("free_cma"))
+    share = f"{cma / free:.0%}" if free else "none"
+    what = f"touch {event.get('touched')} pages; {share} of what is free in {event.get('zone')} is CMA"
+    return what, f"{event.get('cma')} came out of CMA", None
+
+
 _STEPS = {
+    "gigantic-pages": _gigantic_pages,
+    "placement-policy": _placement_policy,
     "cuda-memory": _cuda_memory,
     "nccl-registration": _nccl_registration,
     "dmabuf-export": _dmabuf_export,
