@@ -43,7 +43,7 @@ FUNCTIONS = Functions(
     ],
     inner=[Function("__gup_longterm_locked", "", ("mm",), Returns.LONG)],
     open=Function("ib_uverbs_open", "ib_uverbs", ("inode", "filp")),
-    migrate=Function("migrate_pages", "", ("from", "a", "b", "c", "mode", "reason")),
+    migrate=Function("migrate_pages", "", ("from", "a", "b", "c", "mode", "reason", "ret_succeeded")),
     reasons={9: "longterm_pin"},
 )
 NAMES = make_program(FUNCTIONS).names
@@ -123,7 +123,7 @@ def test_the_heartbeat_is_attached_last() -> None:
 def test_kernels_with_and_without_btf_are_followed_in_their_own_way() -> None:
     by_trampoline = make_program(FUNCTIONS).text
     assert "kretfunc:rdma_rxe:rxe_reg_user_mr" in by_trampoline
-    assert "args->start" in by_trampoline and "kprobe" not in by_trampoline
+    assert "args->start" in by_trampoline and "kretprobe:rxe_reg_user_mr" not in by_trampoline
     new = make_program(FUNCTIONS, dialect=Dialect.of((0, 23))).text
     assert "fexit:rdma_rxe:rxe_reg_user_mr" in new and "args.start" in new and "kfunc" not in new
     bare = Functions(
@@ -134,6 +134,12 @@ def test_kernels_with_and_without_btf_are_followed_in_their_own_way() -> None:
     old = make_program(bare, offsets=OFFSETS).text
     assert "kretprobe:rxe_reg_user_mr" in old and "args" not in old
     assert "kprobe:rxe_reg_user_mr" in old and "arg4" in old
+
+
+def test_a_function_of_more_than_six_parameters_is_followed_by_kprobes() -> None:
+    many = Functions(drivers=[Function("mlx5_ib_reg_user_mr", "mlx5_ib", (*REG, "dmah"), Returns.POINTER)])
+    text = make_program(many).text
+    assert "kretprobe:mlx5_ib_reg_user_mr" in text and "kfunc" not in text and "arg4" in text
 
 
 def test_a_library_whose_reg_mr_jumps_into_iova2_has_one_return_probe_for_both() -> None:

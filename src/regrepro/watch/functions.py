@@ -67,6 +67,7 @@ INNER: tuple[tuple[tuple[str, ...], str, Returns], ...] = (
     (("nvidia_p2p_get_pages",), "nvidia", Returns.INT),
     (("nvidia_p2p_get_pages_persistent",), "nvidia", Returns.INT),
 )
+_MOST_PARAMETERS = 6
 _DMABUF_FD = (
     5  # position from 0 of access_flags in a driver's reg_user_mr_dmabuf: (pd, start, length, iova, fd, …)
 )
@@ -86,8 +87,8 @@ class Function:
 
     @property
     def by_trampoline(self) -> bool:
-        """Whether fentry and fexit are used."""
-        return self.parameters is not None
+        """Whether fentry and fexit are used. bpftrace offers them for what fits in six registers."""
+        return self.parameters is not None and len(self.parameters) <= _MOST_PARAMETERS
 
 
 @dataclass

@@ -28,10 +28,10 @@ from regrepro.kernel.trace_probes import Returns
 from regrepro.watch.functions import Function, Functions, access_position
 
 VERBS = {1: "ibv_reg_mr", 2: "ibv_reg_mr_iova2", 3: "ibv_reg_dmabuf_mr"}
-STUCK_PAGES = 8  # that are told of one failed migration
+STUCK_PAGES = 4  # that are told of one failed migration
 ACCOUNT_SECONDS = 15
 
-_POINTER_FAILED = "(int64)retval < 0 && (int64)retval > -4096"
+_POINTER_FAILED = "$r < 0 && $r > -4096"  # IS_ERR(), include/linux/err.h
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class _Maker:
 
     def argument(self, function: Function, position: int) -> str:
         """Return a parameter, for the function's entry, or with a trampoline for its return, too."""
-        if function.parameters is not None:
+        if function.by_trampoline and function.parameters is not None:
             return f"(uint64){self._dialect.argument}{function.parameters[position]}"
         return f"arg{position}"
 
@@ -138,7 +138,7 @@ def make_program(
     zero = "(uint64)0"
     make.add(
         f"BEGIN {{ @verb[tid] = 0; @call[tid] = ({', '.join([zero] * 5)}); @in[tid] = 0; "
-        f"@pins[tid] = {zero}; "
+        f"@pins[tid] = {zero}; @ret[tid] = {zero}; delete(@ret[tid]); "
         "delete(@verb[tid]); delete(@call[tid]); delete(@in[tid]); delete(@pins[tid]); "
         'printf("B|%lld", nsecs); }'
     )
@@ -177,7 +177,7 @@ def make_program(
     make.add(
         "tracepoint:sched:sched_process_exit { delete(@verb[tid]); delete(@call[tid]); delete(@in[tid]); }"
     )
-    make.add("END { clear(@verb); clear(@call); clear(@in); clear(@pins); }")
+    make.add("END { clear(@verb); clear(@call); clear(@in); clear(@pins); clear(@ret); }")
     return Program(make.text(), make.names)
 
 
@@ -237,8 +237,8 @@ def _driver(make: _Maker, function: Function, *, account: bool) -> None:
             f"@bytes[{number}, $k, pid, comm] = sum({length}); @sizes[{number}, $k] = hist({length}); }}"
         )
     make.add(
-        f"{make.place(function, leaving=True)} {{ if ({_POINTER_FAILED}) "
-        f'{{ printf("D|%d|%lld|{number}|%d|%llx|%lld|%llx|%lld", tid, nsecs, (int32)retval, {start}, '
+        f"{make.place(function, leaving=True)} {{ {_pointer(function)}if ({_POINTER_FAILED}) "
+        f'{{ printf("D|%d|%lld|{number}|%d|%llx|%lld|%llx|%lld", tid, nsecs, (int32)$r, {start}, '
         f"{length}, {iova}, (uint64)(uint32){access}); }}{succeeded}{make.forget(function, f'd{number}')} }}"
     )
 
@@ -257,11 +257,22 @@ def _pin(make: _Maker, function: Function) -> None:
 
 def _inner(make: _Maker, function: Function) -> None:
     number = make.number(function.name)
-    failed = _POINTER_FAILED if function.returns is Returns.POINTER else "(int32)retval < 0"
+    first, failed, value = "", "(int32)retval < 0", "retval"
+    if function.returns is Returns.POINTER:
+        first, failed, value = _pointer(function), _POINTER_FAILED, "$r"
     make.add(
-        f"{make.place(function, leaving=True)} /@in[tid]/ {{ if ({failed}) "
-        f'{{ printf("I|%d|%lld|{number}|%d", tid, nsecs, (int32)retval); }} }}'
+        f"{make.place(function, leaving=True)} /@in[tid]/ {{ {first}if ({failed}) "
+        f'{{ printf("I|%d|%lld|{number}|%d", tid, nsecs, (int32){value}); }} }}'
     )
+
+
+def _pointer(function: Function) -> str:
+    """Return what makes a number of a returned pointer: to a trampoline it has a type, and the verifier lets
+    nobody compare it. Through a map it loses the type.
+    """
+    if not function.by_trampoline:
+        return "$r = (int64)retval; "
+    return "@ret[tid] = (uint64)retval; $r = (int64)@ret[tid]; delete(@ret[tid]); "
 
 
 def _migrate(make: _Maker, function: Function, offsets: PageOffsets | None) -> None:

@@ -1,0 +1,92 @@
+"""What `regrepro watch` costs a node: registrations that succeed, its idle time, its memory."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from measuring import Row, Work, measurement, ratio
+
+LARGE, SMALL = 64 << 20, os.sysconf("SC_PAGE_SIZE")
+COUNTS = {SMALL: 2000, LARGE: 40}
+BOUNDS = {SMALL: 1.3, LARGE: 1.05}
+TRIES = 5  # loops of which the fastest counts: other work on the machine only ever adds
+READY_SECONDS, IDLE_SECONDS = 180.0, 10.0
+
+
+class Watching:
+    """A running watch, ready."""
+
+    def __init__(self, out: Path) -> None:
+        self._log = out.with_suffix(".log")
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "regrepro", "watch", "--quiet", "--out", str(out)],
+                stdin=subprocess.DEVNULL,
+                stderr=log,
+            )
+        deadline = time.monotonic() + READY_SECONDS
+        while "watching:" not in self._log.read_text():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                raise SystemExit(f"bench: watch did not start: {self._log.read_text()}")
+            time.sleep(0.1)
+
+    def processes(self) -> list[Path]:
+        """Return /proc entries of watch and its bpftrace."""
+        children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split()
+        return [Path(f"/proc/{pid}") for pid in (self._process.pid, *children)]
+
+    def cpu_seconds(self) -> float:
+        """Return the CPU time of all of it so far (fields 14 and 15 of /proc/PID/stat)."""
+        ticks = 0
+        for path in self.processes():
+            fields = (path / "stat").read_text().rpartition(")")[2].split()
+            ticks += int(fields[11]) + int(fields[12])
+        return ticks / os.sysconf("SC_CLK_TCK")
+
+    def memory(self) -> int:
+        """Return the resident memory of all of it, bytes."""
+        texts = [(path / "status").read_text() for path in self.processes()]
+        return sum(int(found[1]) * 1024 for text in texts if (found := re.search(r"VmRSS:\s+(\d+)", text)))
+
+    def stop(self) -> None:
+        """End it."""
+        self._process.send_signal(signal.SIGTERM)
+        self._process.wait()
+
+
+@measurement("registrations that succeed beside `watch`, its idle time and its memory", where="guest")
+def watch(work: Work) -> list[Row]:
+    """Time loops in C with watch and without, by turns."""
+    pairs: dict[int, list[tuple[float, float]]] = {SMALL: [], LARGE: []}
+    idle, memory = [], []
+    for number in range(max(2, work.rounds // 2)):
+        bare = {length: _fastest(work, length) for length in COUNTS}
+        watching = Watching(Path("/run") / f"regrepro-bench-watch-{number}")
+        try:
+            before = watching.cpu_seconds()
+            time.sleep(IDLE_SECONDS)
+            idle.append((watching.cpu_seconds() - before) / IDLE_SECONDS * 100)
+            memory.append(watching.memory() / (1 << 20))
+            for length in COUNTS:
+                pairs[length].append((_fastest(work, length), bare[length]))
+        finally:
+            watching.stop()
+    rows = [
+        ratio(f"registering {size} in C beside watch / without", pairs[length], BOUNDS[length])
+        for length, size in ((SMALL, "one page"), (LARGE, "64 MiB"))
+    ]
+    rows.append(Row("watch, idle", statistics.median(idle), unit="% of a core", bound=1.0))
+    rows.append(Row("memory of watch", max(memory), unit="MiB", bound=200.0))
+    return rows
+
+
+def _fastest(work: Work, length: int) -> float:
+    with work.bare("register_loop", str(length)) as loop:
+        return min(loop.seconds(COUNTS[length]) for _ in range(TRIES)) / COUNTS[length]
