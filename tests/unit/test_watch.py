@@ -16,8 +16,8 @@ from regrepro.judge import exit_code, judge_record
 from regrepro.kernel.leftovers import Journal
 from regrepro.kernel.trace_flags import FlagNames
 from regrepro.kernel.trace_probes import Returns
-from regrepro.record import Record
-from regrepro.watch import copies, engine, process
+from regrepro.record import Record, read_record
+from regrepro.watch import copies, engine, process, watch
 from regrepro.watch.events import Correlator, Failure
 from regrepro.watch.evidence import Evidence, Observer, record_events
 from regrepro.watch.functions import Function, Functions, read_symbols
@@ -28,6 +28,7 @@ from regrepro.watch.output import Output
 from regrepro.watch.process import Process
 from regrepro.watch.program import Dialect, Library, PageOffsets, Program, make_program
 from regrepro.watch.registrations import Account
+from regrepro.watch.watch import Options, Watch
 
 REG = ("ibpd", "start", "length", "iova", "access", "udata")
 FUNCTIONS = Functions(
@@ -329,6 +330,24 @@ def test_a_copy_is_followed_once_however_it_is_reached(tmp_path: Path) -> None:
     assert known.add_file(other, "three") and len(known.libraries()) == 2
     other.unlink()
     assert Path(known.libraries()[1].path).read_bytes()[:4] == b"\x7fELF"
+    known.close()
+
+
+def test_copies_of_containers_that_are_gone_are_let_go(tmp_path: Path) -> None:
+    found = copies.system_copies()
+    if not found:
+        pytest.skip("needs libibverbs.so.1: apt-get install libibverbs1")
+    known = copies.Copies(tmp_path)
+    assert known.add_file(found[0], "the system's")
+    other = tmp_path / "libibverbs.so.1"
+    other.write_bytes(found[0].read_bytes())
+    (tmp_path / "42").mkdir()
+    assert known.add_file(other, "a container's", 42) and not known.add_file(other, "again", 43)
+    known.forget_unused()
+    assert len(known.known) == 2
+    (tmp_path / "42").rmdir()
+    known.forget_unused()
+    assert [copy.shown for copy in known.known.values()] == ["the system's"]
     known.close()
 
 
@@ -699,3 +718,121 @@ def test_a_child_that_goes_on_is_ended(tmp_path: Path) -> None:
             child.take()
         child.stop()
         assert child.ended and not journal.entries
+
+
+# All of it, with a bpftrace that reads its lines from a file
+
+
+class Node:
+    """In the place of Observer: its process is this one, its pages are made up."""
+
+    def __init__(self, *_: object) -> None:
+        self.functions_missing: dict[str, str] = {}
+        self.memory_map = self
+        self.trace = observer().trace
+        self.remembered: list[Any] = []
+        self.remember = self.remembered.append
+
+    def as_record(self) -> dict[str, Any]:
+        return {
+            "page_size": 4096,
+            "pageblock_order": 9,
+            "complete": True,
+            "has_unpinnable": True,
+            "zones": [],
+            "cma_areas": [],
+            "unpinnable_ranges": [],
+            "selfcheck": None,
+            "sources": [],
+            "problems": [],
+        }
+
+    def refresh(self) -> None: ...
+
+    def look(self, failure: Failure) -> Evidence:
+        stuck = [
+            {"pfn": 4096, "place": "cma", "refcount": page.refcount, "mapcount": 1} for page in failure.stuck
+        ]
+        return Evidence(failure, Process(failure.pid, {"rank": {"RANK": "5"}}), stuck=stuck)
+
+    def look_again(self, evidence: Evidence) -> None: ...
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Return a function that runs watch over lines, and returns it with what it said."""
+
+    def run(lines: list[str], then: str = "sleep 60", **options: Any) -> tuple[Watch, list[str], Path]:
+        script = tmp_path / "lines"
+        script.write_text("".join(text + "\n" for text in [line("H|1"), line("H|2"), *lines]))
+        program = tmp_path / "bpftrace"
+        program.write_text(f"#!/bin/sh\ntrap 'exit 0' INT\ncat {script}\n{then} &\nwait\n")
+        program.chmod(0o755)
+        monkeypatch.setattr(watch, "require_rights", lambda: None)
+        monkeypatch.setattr(watch, "find_bpftrace", lambda: (str(program), (0, 17)))
+        monkeypatch.setattr(watch, "Lock", lambda out: Lock(out, tmp_path / "lock"))
+        monkeypatch.setattr(watch, "Observer", Node)
+        monkeypatch.setattr(watch.leftovers, "reclaim", list)
+        monkeypatch.setattr(watch.leftovers, "Journal", lambda: Journal(tmp_path))
+
+        def read_kernel(self: Watch) -> None:
+            self._functions, self._offsets = FUNCTIONS, None
+
+        monkeypatch.setattr(Watch, "_read_kernel", read_kernel)
+        said: list[str] = []
+        made = Watch(Options(tmp_path / "out", libraries=False, duration=2.0, **options), said.append)
+        made.run()
+        return made, said, tmp_path / "out"
+
+    return run
+
+
+def test_failures_are_recorded_judged_and_counted(
+    watched: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    texts = [*held_pin(), LIBRARY, "P|9|9|1|0|7f|1|1|a\nb\n"]
+    made, said, out = watched([line(text) for text in texts], metrics=tmp_path / "m.prom")
+    assert made.metrics.failures == {("page-migration", "B likely"): 1}
+    shown = capsys.readouterr().out
+    assert "python3 (6, rank 5): class B, likely" in shown and "failure-1]" in shown
+    assert any(text.startswith("watching: ") for text in said)
+    (run,) = out.iterdir()
+    record = read_record(run)
+    assert not record.problems
+    verdicts = json.loads((run / "verdicts.json").read_text())
+    assert verdicts["complete"] and verdicts["verdicts"][0]["class"]["state"] == "likely"
+    assert verdicts == judge_record(record)
+    assert 'layer="page-migration",class="B likely"} 1' in (tmp_path / "m.prom").read_text()
+    for event in record.events:
+        jsonschema.Draft202012Validator(SCHEMA).validate(event)
+
+
+def test_what_exceeds_the_rate_is_counted_under_the_layer_of_its_kind(watched: Any) -> None:
+    texts = [text for _ in range(30) for text in (*held_pin(), LIBRARY)]
+    made, _, out = watched([line(text) for text in texts], each=3, quiet=True)
+    assert made.metrics.total == 30 and made.metrics.suppressed == 27
+    (run,) = out.iterdir()
+    events = read_record(run).events
+    assert sum(event["event"] == "register" for event in events) == 3
+    told = [event["failures"] for event in events if event.get("what") == "suppressed"]
+    assert sum(item["count"] for items in told for item in items) == 27
+
+
+def test_lost_events_are_said_and_spoil_what_is_near(watched: Any) -> None:
+    lost = '{"type": "lost_events", "data": {"events": 4}}'
+    made, said, out = watched([lost, *map(line, [*held_pin(), LIBRARY])], quiet=True)
+    assert made.metrics.lost == 4 and any("4 events were lost" in text for text in said)
+    (run,) = out.iterdir()
+    (register,) = [event for event in read_record(run).events if event["event"] == "register"]
+    assert register["trace"]["status"] == "spoiled"
+
+
+def test_a_bpftrace_that_dies_is_started_anew_and_said(watched: Any) -> None:
+    made, said, _ = watched([], then="sleep 0.5")
+    assert made.metrics.engine_restarts >= 1 and any("starting it anew" in text for text in said)
+
+
+def test_one_json_line_a_failure(watched: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    watched([line(text) for text in [*held_pin(), LIBRARY]], as_json=True)
+    (told,) = [json.loads(text) for text in capsys.readouterr().out.splitlines()]
+    assert told["layer"] == "page-migration" and told["rank"] == {"RANK": "5"} and told["errno"] == "ENOMEM"

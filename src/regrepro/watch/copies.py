@@ -38,6 +38,7 @@ class Copy:
     shown: str
     fd: int
     functions: dict[str, int] = field(default_factory=dict)
+    users: set[int] = field(default_factory=set)  # processes that had it mapped; of the system's own: none
 
     @property
     def library(self) -> Library:
@@ -111,8 +112,8 @@ class Copies:
         self.known: dict[tuple[int, int], Copy] = {}
         self.problems: dict[str, str] = {}
 
-    def add_file(self, path: Path, shown: str) -> bool:
-        """Add a copy by its path; return whether it is a new one."""
+    def add_file(self, path: Path, shown: str, pid: int | None = None) -> bool:
+        """Add a copy by its path, which process `pid` has mapped; return whether it is a new one."""
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
@@ -122,6 +123,9 @@ class Copies:
         key = facts.st_dev, facts.st_ino
         if key in self.known:
             os.close(fd)
+            known = self.known[key]
+            if pid is not None and known.users:
+                known.users.add(pid)
             return False
         try:
             functions = verbs_in(Path(f"/proc/self/fd/{fd}").read_bytes())
@@ -133,7 +137,7 @@ class Copies:
             self.problems[shown] = "it has none of the functions that register memory"
             os.close(fd)
             return False
-        self.known[key] = Copy(key, shown, fd, functions)
+        self.known[key] = Copy(key, shown, fd, functions, {pid} if pid is not None else set())
         return True
 
     def look_at(self, pid: int) -> bool:
@@ -148,7 +152,8 @@ class Copies:
                 # Its path leads to another file, if to any; the mapping itself still leads to it.
                 self.problems.setdefault(path, f"process {pid} runs a copy that was deleted or replaced")
                 continue
-            new = self.add_file(self._proc / str(pid) / "root" / path.lstrip("/"), f"{path} of {pid}") or new
+            place = self._proc / str(pid) / "root" / path.lstrip("/")
+            new = self.add_file(place, f"{path} of {pid}", pid) or new
         return new
 
     def look_everywhere(self) -> bool:
@@ -157,6 +162,13 @@ class Copies:
         for pid in processes_with_device(self._proc):
             new = self.look_at(pid) or new
         return new
+
+    def forget_unused(self) -> None:
+        """Let go of copies that were found with processes which are all gone: containers come and go."""
+        for key, copy in list(self.known.items()):
+            if copy.users and not any((self._proc / str(pid)).exists() for pid in copy.users):
+                copy.close()
+                del self.known[key]
 
     def libraries(self) -> list[Library]:
         """All copies, for the program."""

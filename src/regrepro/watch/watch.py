@@ -8,6 +8,7 @@ import select
 import signal
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -34,12 +35,14 @@ from regrepro.watch.output import Output
 from regrepro.watch.program import Dialect, PageOffsets, Program, make_program
 from regrepro.watch.registrations import Account
 
+_MODULE_BTF = (5, 11)  # BTF of modules; before, bpftrace cannot load programs for trampolines of either
 _ATTACH_SECONDS = 180.0  # until which bpftrace must have attached everything
 _SILENCE_SECONDS = 30.0  # without a heartbeat: it hangs
 _METRICS_SECONDS = 15.0
 _COPY_SECONDS = 1.0  # that new copies of libibverbs are waited for together
 _TAKE_OVER_NS = 1_000_000_000
 _SUPPRESSED_SECONDS = 10.0
+_LOST_NEAR_SECONDS = 2.0
 _CMA_FREE_PIN = ("pin_user_pages",)
 PINS = {"off": (), "driver": _CMA_FREE_PIN, "all": ("pin_user_pages", "pin_user_pages_remote")}
 
@@ -101,6 +104,7 @@ class Watch:
         self._suppressed: dict[tuple[str, str, str], int] = {}
         self._lost_seen = 0
         self._lost_total = 0
+        self._lost_at: deque[tuple[float, int]] = deque(maxlen=1000)
         self._waker = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._account = Account()
         self._limiter = Limiter(options.rate, options.burst, options.each, options.window, time.monotonic)
@@ -153,6 +157,8 @@ class Watch:
         kallsyms = KALLSYMS.read_bytes()
         modules = {path.name: True for path in Path("/sys/module").iterdir()}
         btf = BtfFunctions()
+        if (trace_flags.kernel_series(os.uname().release) or (0, 0)) < _MODULE_BTF:
+            self.options.trampolines = False
         self._functions = find_functions(btf, kallsyms, modules, trampolines=self.options.trampolines)
         if not self._functions.entries:
             raise EnvironmentProblem(
@@ -348,6 +354,7 @@ class Watch:
     def _follow_copies(self, now: float) -> None:
         if self._copies_due and now >= self._copies_due and self._next is None:
             self._copies_due = 0.0
+            self._copies.forget_unused()
             self._next = self._launch()
             self.metrics.engine_restarts += 1
 
@@ -387,7 +394,7 @@ class Watch:
     def _record(self, failure: Failure, seen: Evidence) -> None:
         self._number += 1
         name = f"failure-{self._number}"
-        lost = self._lost_now() - self._lost_seen
+        lost = self._lost_near(failure.since)
         trace = self._observer.trace(failure, lost)
         events: list[dict[str, Any]] = []
         try:
@@ -508,9 +515,15 @@ class Watch:
         engines = [item for item in (self._engine, self._next) if item is not None]
         return self._lost_total + sum(item.correlator.counts.lost for item in engines)
 
+    def _lost_near(self, when: float) -> int:
+        """Events that were lost around a moment: one of them may have been of that failure."""
+        told = sum(count for at, count in self._lost_at if abs(at - when) < _LOST_NEAR_SECONDS)
+        return told + self._lost_now() - self._lost_seen
+
     def _count_lost(self) -> None:
         lost = self._lost_now()
         if lost > self._lost_seen:
+            self._lost_at.append((time.monotonic(), lost - self._lost_seen))
             self._tell("lost", events=lost - self._lost_seen)
             self._say(f"{lost - self._lost_seen} events were lost: more failed at once than could be told")
             self._lost_seen = lost
