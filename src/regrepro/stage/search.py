@@ -285,7 +285,8 @@ class Search:
             self._cleanup.callback(self._release_pressure)
             self._pressing = True
         self._presses += 1
-        report = self._backend.press(4 * need + 2 * _FIRST_CHUNK, self._wanted.node)
+        node = self._wanted.node if self._wanted.node is not None else self._nearest
+        report = self._backend.press(4 * need + 2 * _FIRST_CHUNK, node)
         self._pressure = report or self._pressure
 
     def _release_pressure(self) -> None:
@@ -427,6 +428,7 @@ class Search:
         if cpus[node]:
             with suppress(OSError):
                 os.sched_setaffinity(0, cpus[node])
+        self._nearest = node
         if self._backend.options.place == "pressure":
             return
         ballast = reachable[node] * PAGE_SIZE - _PROBE
@@ -446,6 +448,7 @@ class Search:
             ballast -= size
 
     _out_of_reach = 0
+    _nearest: int | None = None  # the node that this process runs on while it searches
 
     def _unmet(self, missing: Mapping[bool, Any]) -> Unmet:
         kind = self._wanted.kind if len(missing[True]) and self._wants_unpinnable else "ordinary"
