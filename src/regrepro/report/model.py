@@ -201,6 +201,11 @@ def _banner(header: Mapping[str, Any], items: Sequence[Mapping[str, Any]]) -> st
             "Lab run, in a virtual machine: no vendor driver and no vendor hardware took part. It shows "
             "what this kernel does, and nothing about any driver."
         )
+    if any(item.get("verdict") == "caught" for item in items):
+        return (
+            "Failures of programs on a node, as `regrepro watch` caught them: nothing was tried again, so "
+            "each is proven as far as what was seen goes."
+        )
     if not driver:
         return (
             "No vendor driver held a pin in this run: it shows what this kernel does, and nothing about "
@@ -280,6 +285,7 @@ def owner_of(item: Mapping[str, Any] | None) -> str:
         return "the NVIDIA driver"
     return {
         "none": "nobody",
+        "unknown": "somebody who was not seen (a count of references names no holder)",
         "process-vm": "a process itself (process_vm_writev, in the place of a driver)",
         "vmsplice": "a process itself (a vmsplice reference, in the place of a driver)",
         "io-uring": "io_uring (in the place of a driver)",
