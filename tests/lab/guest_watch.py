@@ -270,6 +270,35 @@ def other_causes(watcher: Watcher, name: str) -> None:
             check(f"{layer}: with its layer and errno", told == [layer, why], f"{told} {line['reason']}")
 
 
+def program_of_others(watcher: Watcher, name: str) -> None:
+    """pyverbs, which is rdma-core's: it registers by libibverbs, and knows nothing of us."""
+    program = (
+        "import time, mmap\n"
+        "from pyverbs.device import Context\n"
+        "from pyverbs.pd import PD\n"
+        "from pyverbs.mr import MR\n"
+        f"pd = PD(Context(name={name!r}))\n"
+        "for _ in range(200):\n"
+        f"    MR(pd, {PAGE}, {ACCESS}).close()\n"
+        "try:\n"
+        f"    MR(pd, {7 * PAGE}, {ACCESS}, address={BAD})\n"
+        "except Exception as error:\n"
+        "    print(error)\n"
+        "time.sleep(1)\n"
+    )
+    python = "/usr/bin/python3"
+    if subprocess.run([python, "-c", "import pyverbs.mr"], capture_output=True, check=False).returncode:
+        check("a program of others", False, "needs python3-pyverbs: apt-get install python3-pyverbs")
+        return
+    with subprocess.Popen([python, "-c", program], stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        said = child.stdout.read()
+    line = only("a program of others (pyverbs)", watcher.caught(child.pid))
+    if line is not None:
+        told = [line["layer"], line["length"], line["comm"]]
+        check("a program of others: its failure", told[:2] == ["page-fault", 7 * PAGE], f"{told} {said}")
+
+
 def dies_at_once(watcher: Watcher, name: str, refusal: bool) -> None:
     if not refusal:
         return
@@ -512,6 +541,7 @@ def main() -> int:
         successes(watcher, name)
         held(watcher, name, refusal)
         other_causes(watcher, name)
+        program_of_others(watcher, name)
         dies_at_once(watcher, name, refusal)
         at_the_same_moment(watcher, name)
         while_another_forks(watcher, name)

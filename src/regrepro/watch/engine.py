@@ -64,6 +64,11 @@ def find_bpftrace() -> tuple[str, tuple[int, int]]:
     return path, version
 
 
+def _buffer_pages(cpus: int) -> int:
+    """Return the pages of each CPU's buffer: a power of two, few where there are many CPUs."""
+    return 64 if cpus <= 16 else 32 if cpus <= 64 else 16
+
+
 def require_rights() -> None:
     """Raise EnvironmentProblem, with what would help, where this user or kernel cannot be watched."""
     if os.geteuid() != 0:
@@ -110,6 +115,7 @@ class Engine:
             "BPFTRACE_MAP_KEYS_MAX": _MAP_KEYS,
             "BPFTRACE_MAX_MAP_KEYS": _MAP_KEYS,
             "BPFTRACE_STRLEN": "64",
+            "BPFTRACE_PERF_RB_PAGES": str(_buffer_pages(os.cpu_count() or 1)),
             "BPFTRACE_CACHE_USER_SYMBOLS": "0",
             "LC_ALL": "C",
         }
