@@ -2,8 +2,8 @@
 
 Run as root in a lab guest.
 
-Prints TAP: `python tests/lab/guest_place.py [--runs N] [--presses N] [--only WORD …]`; exit code 0 when no
-line is `not ok`.
+Prints TAP: `python tests/lab/guest_place.py [--runs N] [--presses N] [--node N] [--only WORD …]`; exit code
+0 when no line is `not ok`.
 """
 
 from __future__ import annotations
@@ -301,6 +301,7 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--presses", type=int, default=50)
     parser.add_argument("--only", nargs="*", default=[])
+    parser.add_argument("--node", type=int, help="steer on this NUMA node alone")
     options = parser.parse_args()
     began = time.monotonic()
 
@@ -313,6 +314,8 @@ def main() -> int:
     check("the map is complete", memory_map.complete, memory_map.problems)
     having = [item for item in zones.read_zones() if item.free_cma or (item.name == "Movable" and item.free)]
     nodes = sorted({zone.node for zone in having}) if len({z.node for z in memory_map.zones}) > 1 else [None]
+    if options.node is not None:
+        nodes = [options.node]
     kind = "cma" if any(zone.free_cma for zone in having) else "movable-zone"
     if wanted("gather") and having:
         for node in nodes:

@@ -421,9 +421,13 @@ class Pressure:
             self._cgroup = Cgroup(self._journal, self._limit)
         except EnvironmentProblem as problem:
             raise Unmet(NEED, str(problem), "make /run writable") from None
-        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         parent = os.getpid()
-        pid = os.fork()
+        try:
+            mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            pid = os.fork()
+        except OSError as error:
+            self.close()
+            raise Unmet(NEED, f"no process to hold memory: {error.strerror}", "free some resources") from None
         if pid == 0:
             try:
                 mine.close()

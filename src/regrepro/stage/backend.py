@@ -458,6 +458,9 @@ class System:
             with suppress(OSError):
                 HUGE_PAGES.write_text(str(self._pool_before))
             self._pool_before = None
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
         if self._vmstat >= 0:
             os.close(self._vmstat)
             self._vmstat = -1
