@@ -13,13 +13,18 @@ from regrepro.stage import hugepages
     timeout=600,
 )
 def gigantic_page_while_pinned(stage: Stage) -> None:
-    """Ask for all gigantic pages of the reserve while a pin sits in it, and after its release."""
+    """Ask for all gigantic pages of the reserve beside a pin and after its release; then the registration."""
     reserve = hugepages.reserve(stage)
-    buffer = stage.buffer(pages=8, place="cma")
-    hugepages.require_inside(stage, buffer, reserve)
-    pin = stage.pin(buffer)
+    lent = stage.buffer(pages=8, place="cma")
+    hugepages.require_inside(stage, lent, reserve)
+    pin = stage.pin(lent)
     hugepages.ask(stage, reserve, "pinned")
-    stage.register(buffer)
     pin.release()
     hugepages.ask(stage, reserve, "released")
+    lent.free()
+
+    buffer = stage.buffer(pages=8, place="cma")
+    pin = stage.pin(buffer)
+    stage.register(buffer)
+    pin.release()
     stage.register(buffer).deregister()
