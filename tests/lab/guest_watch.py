@@ -213,7 +213,8 @@ def held(watcher: Watcher, name: str, refusal: bool) -> None:
             bool(stuck) and all(page["place"] in ("cma", "movable-zone") for page in stuck),
             str(stuck[:2]),
         )
-        pfns = {pfn + i for _, pfn, count in register["before"]["pfn"] for i in range(count)}
+        runs = (register["before"] or {}).get("pfn", [])
+        pfns = {pfn + i for _, pfn, count in runs for i in range(count)}
         check(
             f"{owner}: and they are the range's", {page["pfn"] for page in stuck} <= pfns, str(sorted(pfns))
         )

@@ -80,7 +80,8 @@ def dynamic_functions(blob: bytes) -> dict[str, tuple[int, int]]:
                 if version & _HIDDEN:
                     continue
             start = strings + name
-            found[blob[start : blob.index(b"\0", start)].decode(errors="replace")] = (value, length)
+            shown = blob[start : blob.index(b"\0", start)].decode(errors="replace")
+            found[shown] = (value, length)
     except (struct.error, IndexError, ValueError) as error:
         raise NotElf(str(error)) from None
     return found

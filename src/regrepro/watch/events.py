@@ -72,6 +72,7 @@ class Failure:
     user_missing: bool = False  # the library's word was due and did not come
     errno_inferred: bool = False
     since: float = 0.0  # time.monotonic() of its arrival
+    wait_until: float = 0.0  # for the library's word
 
     @property
     def dmabuf(self) -> bool:
@@ -244,10 +245,11 @@ class Correlator:
         )
 
     def _request_failed(self, rest: str) -> None:
-        tid_, pid, ns_, number, ret, pins, user, uid, comm = rest.split("|", 8)
+        tid_, pid, ns_, since, number, ret, pins, user, uid, comm = rest.split("|", 9)
         tid, ns = int(tid_), int(ns_)
         inner = sorted(self._inner.pop(tid, []), key=lambda item: item.ns)
-        inner = [item for item in inner if ns - _STALE_NS < item.ns <= ns]
+        # What came before belongs to a request that went on well.
+        inner = [item for item in inner if int(since) <= item.ns <= ns]
         stuck = self._stuck.pop(tid, [])
         if not self.accepts(ns):
             return
@@ -276,6 +278,7 @@ class Correlator:
             before = self._waiting.pop(tid, None)
             if before is not None:  # its word never came, and the thread went on
                 self._give_up(before)
+            failure.wait_until = self._now() + USER_WAIT  # looking at the process takes its time
             self._waiting[tid] = failure
         else:
             self._on_complete(failure)
@@ -329,7 +332,7 @@ class Correlator:
 
     def overdue(self, now: float) -> None:
         """Complete failures whose library has not said anything in time: the process may be dead."""
-        for tid in [tid for tid, item in self._waiting.items() if now - item.since > USER_WAIT]:
+        for tid in [tid for tid, item in self._waiting.items() if now > item.wait_until]:
             self._give_up(self._waiting.pop(tid))
 
     def _give_up(self, failure: Failure) -> None:

@@ -31,7 +31,7 @@ PAGE_SIZE: int = os.sysconf("SC_PAGE_SIZE")
 SCENARIO = "watch"
 # A longer range is looked at where the pin failed: the kernel pins it in parts (docs/verdicts.md).
 LOOK_LIMIT = 256 << 20
-MAP_SECONDS = 60.0  # after which a memory map is read anew before pages are placed by it
+MAP_SECONDS = 600.0  # after which a memory map is read anew while nothing else is to be done
 LASTING_SECONDS = 0.25  # after which the references of pages that stayed are looked at once more
 UNKNOWN_ERRNO = "EUNKNOWN"
 _PIN_KEPT = 512
@@ -79,6 +79,7 @@ class Observer:
         self._functions = functions
         self._flags = flags
         self.memory_map: MemoryMap = read_memory_map()
+        self._zones = zone_layout()
         self._read_at = time.monotonic()
         self._pins: dict[int, deque[PlainPin]] = {}
         self._reader: PageReader | None = None
@@ -159,15 +160,28 @@ class Observer:
                 else "; ".join(state.problems) or "no page could be read"
             )
             return
-        if time.monotonic() - self._read_at > MAP_SECONDS:
-            self.refresh()
-            state.place = self.memory_map.classify(state.pfn)
         evidence.pages = state
 
     def refresh(self) -> None:
-        """Read the memory map anew: memory blocks change their zone, pageblocks are isolated."""
+        """Read the memory map anew. It takes a tenth of a second and more: not while a failure waits."""
         self.memory_map = read_memory_map()
+        self._zones = zone_layout()
         self._read_at = time.monotonic()
+
+    def refresh_if_old(self) -> None:
+        """Read the memory map anew if it is old: call it while nothing else is to be done."""
+        if time.monotonic() - self._read_at > MAP_SECONDS:
+            self.refresh()
+
+    def place_again(self, evidence: Evidence) -> None:
+        """Place pages that were looked at by a map from before memory blocks changed their zones."""
+        if zone_layout() == self._zones:
+            return
+        self.refresh()
+        for state in (evidence.pages, evidence.again):
+            if state is not None:
+                state.place = self.memory_map.classify(state.pfn)
+        evidence.stuck = list(self._stuck(evidence.failure.stuck))
 
     def _stuck(self, pages: Iterable[StuckPage]) -> Iterator[dict[str, Any]]:
         """The pages that migrate_pages left behind, with their PFNs and places."""
@@ -327,6 +341,16 @@ class Observer:
 
     def _missing(self) -> list[dict[str, str]]:
         return [{"fn": name, "why": why} for name, why in self.functions_missing.items()]
+
+
+def zone_layout() -> str:
+    """Return what of /proc/zoneinfo changes with memory blocks: start, spanned and present pages of zones."""
+    try:
+        lines = Path("/proc/zoneinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    wanted = ("Node ", "        spanned", "        present", "  start_pfn:")
+    return "\n".join(line for line in lines if line.startswith(wanted))
 
 
 def modules_of(stack: Iterable[str], kallsyms: dict[str, str] | None = None) -> list[str]:

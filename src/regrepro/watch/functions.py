@@ -51,7 +51,6 @@ INNER: tuple[tuple[tuple[str, ...], str, Returns], ...] = (
     (("ib_umem_dmabuf_get_with_dma_device", "ib_umem_dmabuf_get"), "ib_uverbs", Returns.POINTER),
     (("dma_buf_get",), "", Returns.POINTER),
     (("dma_map_sgtable",), "", Returns.INT),
-    (("sg_alloc_append_table_from_pages", "__sg_alloc_table_from_pages"), "", Returns.INT),
     (("mlx5_core_create_mkey",), "mlx5_core", Returns.INT),
     (("__gup_longterm_locked",), "", Returns.LONG),
     (

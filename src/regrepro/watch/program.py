@@ -11,7 +11,7 @@ and nothing leaves the kernel. One that fails leaves a handful of short lines, a
     I|tid|ns|function|ret                           another function failed inside of a registration
     M|tid|ns|ret|reason                             migrate_pages left pages behind, or failed
     S|tid|ns|page|refcount|mapcount|pincount|flags  a page that it left behind (struct page)
-    K|tid|pid|ns|function|ret|pins|user|uid|comm    the request failed: `pins` counts calls (<< 40) and pages
+    K|tid|pid|ns|since|function|ret|pins|user|uid|comm  the request failed; `pins`: calls << 40, and pages
     C|tid|ns|function|ret                           a request failed before any handler ran
     U|tid|pid|ns|verb|address|length|iova|access|fd|comm   libibverbs gave NULL
     P|tid|pid|ns|function|start|pages|flags|stack   a pin without FOLL_LONGTERM, where they are asked for
@@ -21,10 +21,11 @@ Functions are numbers: their places in `Program.names`.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from regrepro.kernel.trace_probes import Returns
+from regrepro.kernel.trace_probes import LAYERS, Layer, Returns
 from regrepro.watch.functions import Function, Functions, access_position
 
 VERBS = {1: "ibv_reg_mr", 2: "ibv_reg_mr_iova2", 3: "ibv_reg_dmabuf_mr"}
@@ -137,7 +138,7 @@ def make_program(
     # The last one in the text is the first to be attached: a heartbeat means that all are.
     zero = "(uint64)0"
     make.add(
-        f"BEGIN {{ @verb[tid] = 0; @call[tid] = ({', '.join([zero] * 5)}); @in[tid] = 0; "
+        f"BEGIN {{ @verb[tid] = 0; @call[tid] = ({', '.join([zero] * 5)}); @in[tid] = {zero}; "
         f"@pins[tid] = {zero}; @ret[tid] = {zero}; delete(@ret[tid]); "
         "delete(@verb[tid]); delete(@call[tid]); delete(@in[tid]); delete(@pins[tid]); "
         'printf("B|%lld", nsecs); }'
@@ -184,12 +185,11 @@ def make_program(
 def _library(make: _Maker, library: Library) -> None:
     """Follow a copy of libibverbs: which verb was called with what, and whether it gave NULL.
 
-    In current versions ibv_reg_mr ends by jumping into ibv_reg_mr_iova2, so a call may pass both entries: the
-    outer one names the verb, and the one return that both share tells.
+    In current versions ibv_reg_mr ends by jumping into ibv_reg_mr_iova2, which then stands for both.
     """
     for number, verb in VERBS.items():
         address = library.functions.get(verb)
-        if address is None:
+        if address is None or (number == 1 and "ibv_reg_mr_iova2" in library.functions and _jumps(library)):
             continue
         place = f"{library.path}:{address:#x}"
         # ibv_reg_mr(pd, addr, length, access); ibv_reg_mr_iova2(pd, addr, length, iova, access);
@@ -199,10 +199,7 @@ def _library(make: _Maker, library: Library) -> None:
             2: "(arg1, arg2, arg3, arg4, (uint64)0)",
             3: "(arg1, arg2, arg3, arg5, arg4)",
         }[number]
-        name = f"if (!@verb[tid]) {{ @verb[tid] = {number}; }}" if number == 2 else f"@verb[tid] = {number};"
-        make.add(f"uprobe:{place} {{ {name} @call[tid] = {given}; }}")
-        if number == 1 and "ibv_reg_mr_iova2" in library.functions and _jumps(library):
-            continue
+        make.add(f"uprobe:{place} {{ @verb[tid] = {number}; @call[tid] = {given}; }}")
         make.add(
             f"uretprobe:{place} {{ if (retval == 0 && @verb[tid]) {{ $c = @call[tid]; "
             'printf("U|%d|%d|%lld|%d|%llx|%lld|%llx|%lld|%d|%s", tid, pid, nsecs, @verb[tid], $c.0, $c.1, '
@@ -217,11 +214,11 @@ def _jumps(library: Library) -> bool:
 
 def _entry(make: _Maker, function: Function) -> None:
     number = make.number(function.name)
-    make.add(f"{make.place(function, leaving=False)} {{ @in[tid] = 1; @pins[tid] = (uint64)0; }}")
+    make.add(f"{make.place(function, leaving=False)} {{ @in[tid] = nsecs; @pins[tid] = (uint64)0; }}")
     make.add(
         f"{make.place(function, leaving=True)} {{ if ((int32)retval != 0) "
-        f'{{ printf("K|%d|%d|%lld|{number}|%d|%lld|%d|%d|%s", tid, pid, nsecs, (int32)retval, @pins[tid], '
-        "@verb[tid], uid, comm); } delete(@in[tid]); delete(@pins[tid]); }"
+        f'{{ printf("K|%d|%d|%lld|%lld|{number}|%d|%lld|%d|%d|%s", tid, pid, nsecs, @in[tid], '
+        "(int32)retval, @pins[tid], @verb[tid], uid, comm); } delete(@in[tid]); delete(@pins[tid]); }"
     )
 
 
@@ -258,6 +255,8 @@ def _pin(make: _Maker, function: Function) -> None:
 def _inner(make: _Maker, function: Function) -> None:
     number = make.number(function.name)
     first, failed, value = "", "(int32)retval < 0", "retval"
+    if function.name in LAYERS and LAYERS[function.name] is Layer.UNPINNABLE:
+        failed += f" && (int32)retval != -{errno.EAGAIN}"  # the pages moved, and the pin is tried again
     if function.returns is Returns.POINTER:
         first, failed, value = _pointer(function), _POINTER_FAILED, "$r"
     make.add(

@@ -285,6 +285,8 @@ class Watch:
             self._count_lost()
             self._watch_engines(now)
             self._follow_copies(now)
+            if not self._busy():
+                self._observer.refresh_if_old()
             if now >= metrics_due:
                 self._write_metrics()
                 metrics_due = now + _METRICS_SECONDS
@@ -389,6 +391,7 @@ class Watch:
             self._done.remove(item)
             if seen.pages is not None and seen.stuck_or_enomem:
                 self._observer.look_again(seen)
+            self._observer.place_again(seen)
             self._record(failure, seen)
 
     def _record(self, failure: Failure, seen: Evidence) -> None:
@@ -483,8 +486,6 @@ class Watch:
 
     def _begin_record(self) -> None:
         (self._output.path / "program.bt").touch()
-        if self._engine is not None:
-            self._observer.refresh()
         self._output.event("memory-map", **self._observer.memory_map.as_record())
         self._tell(
             "started",
