@@ -307,8 +307,8 @@ def dies_at_once(watcher: Watcher, name: str, refusal: bool) -> None:
     def body(pd: verbs.ProtectionDomain) -> None:
         buffer = memory.Range.anonymous(8 * PAGE, huge=False)
         buffer.fill(1)
-        pins.pin_process_vm(buffer.address, buffer.length)
-        if refused(lambda: pd.reg_mr(buffer.address, buffer.length, ACCESS)) is not None:
+        pin = pins.pin_process_vm(buffer.address, buffer.length)
+        if refused(lambda: pd.reg_mr(buffer.address, buffer.length, ACCESS)) is not None and pin.alive():
             os.kill(os.getpid(), signal.SIGKILL)
 
     line = only("a process that dies at once", watcher.caught(in_child(with_device(name, body))))

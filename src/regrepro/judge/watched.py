@@ -13,7 +13,7 @@ from typing import Any
 from regrepro.judge.facts import Facts, Pass, Registration
 from regrepro.judge.layers import Layer, classify
 from regrepro.judge.pagestate import UNPINNABLE, cache_references, whole_number
-from regrepro.judge.rules import CONTRADICTED, MISSING, OK, PIN_BIAS, TRANSIENT, Check
+from regrepro.judge.rules import CONTRADICTED, MISSING, OK, PIN_BIAS, Check
 from regrepro.judge.spans import Spans
 
 CAUGHT = "caught"
@@ -61,7 +61,8 @@ def judge_watched(facts: Facts, run: Pass, registration: Registration) -> Findin
     layer = Layer("page-migration", held, "observed" if not missing else "inferred", source)
     by = f" by {owner}" if owner != "unknown" else ", by whom was not seen"
     if not missing:
-        reason = f"class B, proven: {what} because a pin{by} kept {left} in unpinnable memory from moving"
+        held = "a pin" if min(_above(registration)) >= PIN_BIAS else "a reference"
+        reason = f"class B, proven: {what} because {held}{by} kept {left} in unpinnable memory from moving"
         return Finding(layer, PROVEN, reason, checks, owner)
     lacks = [check.text for check in missing]
     reason = f"class B, likely: {what}, and migrate_pages left {left} behind; missing: {'; '.join(lacks)}"
@@ -117,11 +118,7 @@ def _references(registration: Registration) -> Check:
     holder's (`folio_expected_ref_count`, include/linux/mm.h; `GUP_PIN_COUNTING_BIAS`).
     """
     name = "references"
-    above = []
-    for page in _stuck(registration):
-        count, maps = whole_number(page.get("refcount")), whole_number(page.get("mapcount"))
-        if count is not None and maps is not None and maps >= 0:
-            above.append(count - maps - _ISOLATED)
+    above = _above(registration)
     if not above:
         return Check(name, MISSING, "the reference counts of the pages left behind were not seen")
     least = min(above)
@@ -130,6 +127,16 @@ def _references(registration: Registration) -> Check:
     if least > 0:
         return Check(name, OK, f"each bore {least} or more references beyond what is due")
     return Check(name, MISSING, "a page that was left behind bore no reference beyond what is due")
+
+
+def _above(registration: Registration) -> list[int]:
+    """References beyond what is due, of each page that was left behind, at that moment."""
+    above = []
+    for page in _stuck(registration):
+        count, maps = whole_number(page.get("refcount")), whole_number(page.get("mapcount"))
+        if count is not None and maps is not None and maps >= 0:
+            above.append(count - maps - _ISOLATED)
+    return above
 
 
 def _lasting(run: Pass, registration: Registration) -> Check:
@@ -144,7 +151,8 @@ def _lasting(run: Pass, registration: Registration) -> Check:
     held = Spans()
     for state in (first, again):
         excess = state.excess(cache_references(buffer.backing))
-        counted = Spans.of((a, b) for a, b, value in excess if value > TRANSIENT)
+        # A per-CPU LRU batch holds none: it was drained before the pages were migrated (mm/gup.c).
+        counted = Spans.of((a, b) for a, b, value in excess if value > 0)
         found = (counted - state.known("pincount")) | state.where("pincount", lambda count: count > 0)
         held = found if state is first else held & found
     if held & look:

@@ -10,6 +10,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -103,7 +104,6 @@ class Observer:
         evidence.devices = copies.device_names(copies.devices_of(failure.pid))
         evidence.memory = process.node_memory()
         evidence.stuck = list(self._stuck(failure.stuck))
-        evidence.plain_pins = self._pins_on(failure.pid, evidence.first, evidence.length)
         evidence.seconds = time.monotonic() - begin
         evidence.lasting_due = time.monotonic() + LASTING_SECONDS
         return evidence
@@ -173,8 +173,11 @@ class Observer:
         if time.monotonic() - self._read_at > MAP_SECONDS:
             self.refresh()
 
-    def place_again(self, evidence: Evidence) -> None:
-        """Place pages that were looked at by a map from before memory blocks changed their zones."""
+    def complete(self, evidence: Evidence) -> None:
+        """Do what may take its time: name the holders of pins, and place pages that were looked at by a map
+        from before memory blocks changed their zones.
+        """
+        evidence.plain_pins = self._pins_on(evidence.failure.pid, evidence.first, evidence.length)
         if zone_layout() == self._zones:
             return
         self.refresh()
@@ -230,7 +233,6 @@ class Observer:
                         "stack": pin.stack,
                         "modules": modules_of(pin.stack),
                         "tid": pin.tid,
-                        "ns_before": None,
                     }
                 )
         return found
@@ -353,27 +355,20 @@ def zone_layout() -> str:
     return "\n".join(line for line in lines if line.startswith(wanted))
 
 
-def modules_of(stack: Iterable[str], kallsyms: dict[str, str] | None = None) -> list[str]:
-    """Return the modules whose functions stand in a stack, innermost first."""
-    known = _module_symbols() if kallsyms is None else kallsyms
-    modules = (known.get(frame.partition("+")[0]) for frame in stack)
-    return list(dict.fromkeys(item for item in modules if item))
-
-
-_symbols: dict[str, str] = {}
-
-
-def _module_symbols() -> dict[str, str]:
-    """Return function → module of all modules. Read once: a driver that is loaded later is read for anew."""
-    if not _symbols:
-        try:
-            for line in Path("/proc/kallsyms").read_text().splitlines():
-                if line.endswith("]"):
-                    words = line.split()
-                    _symbols.setdefault(words[2], words[3].strip("[]"))
-        except (OSError, IndexError):
-            pass
-    return _symbols
+def modules_of(stack: Iterable[str], kallsyms: Path = Path("/proc/kallsyms")) -> list[str]:
+    """Return the modules whose functions stand in a stack, innermost first. Reads all symbols: a driver may
+    have been loaded since the last time.
+    """
+    frames = [frame.partition("+")[0] for frame in stack]
+    wanted = set(frames)
+    known: dict[str, str] = {}
+    with suppress(OSError), kallsyms.open(encoding="ascii", errors="replace") as lines:
+        for line in lines:
+            if line.endswith("]\n"):
+                words = line.split()
+                if words[2] in wanted:
+                    known.setdefault(words[2], words[3].strip("[]"))
+    return list(dict.fromkeys(known[frame] for frame in frames if frame in known))
 
 
 def record_events(

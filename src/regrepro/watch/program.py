@@ -4,6 +4,7 @@ Every filter is in the kernel. A registration that succeeds costs a few trampoli
 and nothing leaves the kernel. One that fails leaves a handful of short lines, a thread's in time order:
 
     B|ns                                            the program runs
+    W|symbol                                        nothing: bpftrace has read the kernel's symbols
     H|ns                                            a heartbeat, once a second: all probes are attached
     O|pid|ns                                        a process opened an RDMA device
     D|tid|ns|function|ret|start|length|iova|access  a driver's registration failed
@@ -141,7 +142,8 @@ def make_program(
         f"BEGIN {{ @verb[tid] = 0; @call[tid] = ({', '.join([zero] * 5)}); @in[tid] = {zero}; "
         f"@pins[tid] = {zero}; @ret[tid] = {zero}; delete(@ret[tid]); "
         "delete(@verb[tid]); delete(@call[tid]); delete(@in[tid]); delete(@pins[tid]); "
-        'printf("B|%lld", nsecs); }'
+        'printf("B|%lld", nsecs);' + (' printf("W|%s", ksym((uint64)1)); }' if plain_pins else " }")
+        # Symbols are read now, and not when the first stack is to be told.
     )
     make.add('interval:s:1 { printf("H|%lld", nsecs); }')
     if account and functions.drivers:

@@ -391,7 +391,7 @@ class Watch:
             self._done.remove(item)
             if seen.pages is not None and seen.stuck_or_enomem:
                 self._observer.look_again(seen)
-            self._observer.place_again(seen)
+            self._observer.complete(seen)
             self._record(failure, seen)
 
     def _record(self, failure: Failure, seen: Evidence) -> None:
