@@ -49,12 +49,14 @@ BUILD_PACKAGES=(ca-certificates gcc libc6-dev python3 python3-dev python3-venv)
 VERBS_PACKAGES=(ibverbs-providers libibverbs1 python3-pyverbs)
 # What the lab needs beside them, on the host and, since the guest runs on the host's file system, in the guest: the
 # initramfs is made of a static busybox; kmod, iproute2 (with `rdma`) and udev set the guest up; apt and dpkg fetch
-# and unpack kernels, and the keyring is what they are verified with. bpftrace is what `regrepro watch` runs there.
+# and unpack kernels, and the keyring is what they are verified with.
 lab_packages() {
-	echo "$(qemu_package)" bpftrace busybox-static file kmod iproute2 udev apt dpkg libarchive-tools zstd debian-archive-keyring
+	echo "$(qemu_package)" busybox-static file kmod iproute2 udev apt dpkg libarchive-tools zstd debian-archive-keyring
 }
-# What the checks of scripts/test and the baselines of scripts/bench need.
+# What the checks of scripts/test and the baselines of scripts/bench need; bpftrace is what `regrepro watch` runs, in the
+# guest too.
 LINT_PACKAGES=(cppcheck shellcheck)
+WATCH_PACKAGES=(bpftrace)
 BENCH_PACKAGES=(gcc libc6-dev libibverbs-dev)
 
 # Print those of the named packages that are not installed.
