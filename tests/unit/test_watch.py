@@ -152,6 +152,21 @@ def test_a_library_whose_reg_mr_jumps_into_iova2_is_followed_there() -> None:
     assert "uretprobe:/x.so:0x100" in text and "uretprobe:/x.so:0x200" in text
 
 
+def test_what_cannot_be_attached_to_is_followed_by_a_kprobe_and_then_not_at_all() -> None:
+    given = Functions(
+        entries=[Function("ib_uverbs_reg_mr", "ib_uverbs")],
+        pins=[Function(name, "", ("start",)) for name in ("pin_user_pages", "pin_user_pages_fast")],
+        migrate=Function("migrate_pages", "", ("from",)),
+    )
+    why = "ERROR: Error loading program: kretfunc:vmlinux:pin_user_pages_fast (try -v)"
+    assert given.do_without(why) and [item.by_trampoline for item in given.pins] == [True, False]
+    assert given.do_without(why) and [item.name for item in given.pins] == ["pin_user_pages"]
+    assert "pin_user_pages_fast" in given.missing
+    assert given.do_without("kretfunc:vmlinux:migrate_pages") and given.migrate is not None
+    assert given.do_without("'kretprobe:migrate_pages'") and given.migrate is None
+    assert not given.do_without("kprobe:ib_uverbs_reg_mr") and not given.do_without("something else")
+
+
 def test_plain_pins_are_told_only_where_they_are_asked_for() -> None:
     given = Functions(plain_pins=[Function("pin_user_pages", "", ("start", "nr_pages", "gup_flags"))])
     assert "P|" not in make_program(given).text
@@ -487,7 +502,6 @@ def observer() -> Observer:
     made = Observer.__new__(Observer)
     made._functions = FUNCTIONS
     made._flags = FlagNames({"FOLL_WRITE": 1, "FOLL_LONGTERM": 256}, "a test")
-    made.functions_missing = {"mlx5_core_create_mkey": "not loaded"}
     return made
 
 
@@ -727,7 +741,6 @@ class Node:
     """In the place of Observer: its process is this one, its pages are made up."""
 
     def __init__(self, *_: object) -> None:
-        self.functions_missing: dict[str, str] = {}
         self.memory_map = self
         self.trace = observer().trace
         self.remembered: list[Any] = []

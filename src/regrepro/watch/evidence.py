@@ -84,7 +84,6 @@ class Observer:
         self._read_at = time.monotonic()
         self._pins: dict[int, deque[PlainPin]] = {}
         self._reader: PageReader | None = None
-        self.functions_missing = dict(functions.missing)
 
     def remember(self, pin: PlainPin) -> None:
         """Keep a pin without FOLL_LONGTERM for the failure that may follow."""
@@ -342,7 +341,7 @@ class Observer:
         return [item.name for item in rest]
 
     def _missing(self) -> list[dict[str, str]]:
-        return [{"fn": name, "why": why} for name, why in self.functions_missing.items()]
+        return [{"fn": name, "why": why} for name, why in self._functions.missing.items()]
 
 
 def zone_layout() -> str:

@@ -7,9 +7,10 @@ and a kretprobe. Sources: /proc/kallsyms, /sys/kernel/btf.
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from regrepro.kernel.btf import Btf, BtfError
@@ -109,6 +110,36 @@ class Functions:
         """Every function that is followed."""
         rest = [item for item in (self.open, self.migrate) if item is not None]
         return [*self.entries, *self.drivers, *self.carriers, *self.pins, *self.inner, *rest]
+
+    def do_without(self, why: str) -> bool:
+        """Follow the function that bpftrace's complaint names by a kprobe, or, if it was, not at all.
+
+        Return False where the complaint names none that can be done without.
+        """
+        for group in (self.plain_pins, self.inner, self.carriers, self.drivers, self.pins, self.entries):
+            for index, item in enumerate(group):
+                if not _names(why, item):
+                    continue
+                if item.by_trampoline:
+                    group[index] = replace(item, parameters=None)
+                elif group is self.entries and len(group) == 1:
+                    return False
+                else:
+                    del group[index]
+                    self.missing[item.name] = f"bpftrace could not attach to it: {why}"
+                return True
+        for name in ("open", "migrate"):
+            one: Function | None = getattr(self, name)
+            if one is not None and _names(why, one):
+                setattr(self, name, replace(one, parameters=None) if one.by_trampoline else None)
+                if not one.by_trampoline:
+                    self.missing[one.name] = f"bpftrace could not attach to it: {why}"
+                return True
+        return False
+
+
+def _names(why: str, function: Function) -> bool:
+    return re.search(rf"\b{re.escape(function.name)}\b", why) is not None
 
 
 def read_symbols(text: bytes, names: Iterable[str]) -> dict[str, str]:

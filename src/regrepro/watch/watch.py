@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import select
 import signal
 import sys
@@ -98,6 +99,7 @@ class Watch:
         self._copies_due = 0.0
         self._functions = Functions()
         self._number = 0
+        self._text = ""  # of the program that runs
         self._evidence: dict[int, Evidence] = {}
         self._done: list[tuple[Failure, Evidence]] = []
         self._layers: dict[Any, tuple[str, str]] = {}
@@ -198,21 +200,14 @@ class Watch:
                 self._observer = Observer(self._functions, self._flags)
 
     def _drop(self, why: str) -> bool:
-        """Take what an error names out of the program; False where it names nothing that can be missed."""
-        functions = self._functions
-        for group in (functions.inner, functions.carriers, functions.drivers):
-            for item in group:
-                if item.name in why:
-                    group.remove(item)
-                    functions.missing[item.name] = f"bpftrace could not attach to it: {why}"
-                    return True
+        """Follow what an error names by a kprobe, or do without it; False where it names nothing of that."""
         for copy in list(self._copies.known.values()):
-            if copy.library.path in why:
+            if re.search(rf"{re.escape(copy.library.path)}(?!\d)", why):
                 self._copies.problems[copy.shown] = why
                 copy.close()
                 del self._copies.known[copy.key]
                 return True
-        return False
+        return self._functions.do_without(why)
 
     def _launch(self) -> Engine:
         program = make_program(
@@ -224,6 +219,7 @@ class Watch:
             longterm=self._flags.values.get("FOLL_LONGTERM", 0),
             account=self.options.registrations,
         )
+        self._text = program.text
         correlator = Correlator(
             program.names,
             self._failed,
@@ -485,7 +481,7 @@ class Watch:
         return self._last_header
 
     def _begin_record(self) -> None:
-        (self._output.path / "program.bt").touch()
+        engine_file(self._output).write_text(self._text, encoding="utf-8")
         self._output.event("memory-map", **self._observer.memory_map.as_record())
         self._tell(
             "started",
