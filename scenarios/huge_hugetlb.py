@@ -8,10 +8,18 @@ from regrepro import Stage, change, scenario
     needs=("root", "unpinnable", "registrar", "lab"),
     expects={
         "pin": {
-            "kernel>=5.13": "reproduced",
+            "kernel>=6.6": "reproduced",
+            # Refused wherever it is unpinnable, pinned or not: no move was tried (follow_hugetlb_page).
+            "kernel>=5.18": {"verdict": "other-failure", "layer": "longterm-refused", "errno": "ENOMEM"},
+            "kernel>=5.13": {"verdict": ["reproduced", "other-failure"]},
             "kernel<5.13": {"verdict": "not-reproduced", "basis": "kernel"},
         },
-        "longterm": "not-reproduced",
+        "longterm": {
+            "kernel>=6.6": "not-reproduced",
+            # The pin itself is refused.
+            "kernel>=5.13": {"verdict": ["other-failure", "not-reproduced"]},
+            "kernel<5.13": "not-reproduced",
+        },
     },
     controls={"no-pin": change(pin="none")},
     profiles=(),
