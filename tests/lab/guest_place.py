@@ -128,12 +128,15 @@ def impossible(memory_map: MemoryMap) -> None:
         finally:
             backend.close()
 
-    has_cma = any(zone.free_cma for zone in zones.read_zones())
     said: list[str] = []
-    if has_cma:
+    seen = zones.read_zones()
+    looks = [pressure.outlook(seen, node) for node in {zone.node for zone in seen if zone.free_cma}]
+    if looks:
+        farthest = max(looks, key=lambda item: item.before)
+        small = RunOptions(place="pressure", pressure_limit=32 * MIB)
         given_back(
             "impossible: too small a limit",
-            lambda: said.append(make(RunOptions(place="pressure", pressure_limit=32 * MIB), "cma")),
+            lambda: said.append(make(small, "cma", farthest.node)),
         )
         check(
             "impossible: too small a limit is unmet with the numbers",
