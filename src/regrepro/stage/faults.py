@@ -304,7 +304,7 @@ class Faults:
             if self.planted:
                 scattered = self._scatter(size)
                 pins += [self._stage.backend.hold("longterm", one.address, one.length) for one in scattered]
-                pool.grow(self._stage.backend.available_memory() // size)
+                pool.exhaust()
             else:
                 pool.give_back()
             self._step("huge-pages", size=size, mapped=len(pool.mapped) + 1, free=pool.free())
@@ -490,6 +490,20 @@ class _HugePages:
             memory = self._backend.allocate(self._size, "hugetlb")
             self.mapped.append(memory)
             memory.populate()
+
+    def exhaust(self) -> None:
+        """Make and map huge pages until the kernel, with its memory compacted, can make none three times over.
+
+        It stops at the first that it cannot have at once, while compaction goes on by itself and makes more.
+        """
+        in_vain = 0
+        while in_vain < 3:
+            before = len(self.mapped)
+            for name in ("drop_caches", "compact_memory"):
+                with suppress(OSError):
+                    Path("/proc/sys/vm", name).write_text("1", encoding="ascii")
+            self.grow(self._backend.available_memory() // self._size)
+            in_vain = in_vain + 1 if len(self.mapped) == before else 0
 
     @staticmethod
     def free() -> int:
