@@ -492,7 +492,7 @@ class _HugePages:
             memory.populate()
 
     def exhaust(self) -> None:
-        """Make and map huge pages until the kernel, with its memory compacted, can make none three times over.
+        """Make and map huge pages until the kernel, its memory compacted, can make none three times over.
 
         It stops at the first that it cannot have at once, while compaction goes on by itself and makes more.
         """
