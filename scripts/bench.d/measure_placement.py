@@ -6,6 +6,7 @@ import ctypes
 import os
 import shutil
 import subprocess
+import tempfile
 import time
 from contextlib import closing
 from dataclasses import replace
@@ -66,7 +67,7 @@ def fill(work: Work) -> list[Row]:
 
     def stress(size: int) -> float:
         command = ["stress-ng", "--vm", "1", "--vm-bytes", str(size), "--vm-populate", "--vm-keep"]
-        command += ["--vm-ops", "1", "--vm-method", "zero-one"]
+        command += ["--vm-ops", "1", "--vm-method", "zero-one", "--temp-path", tempfile.gettempdir()]
         started = time.perf_counter()
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
         if done.returncode:
