@@ -52,6 +52,9 @@ _MARGIN = 16 * _MIB
 # Page tables and the holder's own pages count towards its control group.
 _OVERHEAD = 4 * _MIB
 _MOST_THREADS = 16
+# Pressure gives up after so long, and the time that this many bytes a second take.
+_SECONDS = 60.0
+_SLOWEST = 8 << 30
 # Share of the time in which everybody waited for memory, above which pressure ends.
 _MOST_STALLED = 0.4
 _STALL_WINDOW = 1.0
@@ -368,7 +371,8 @@ class Pressure:
 
     `limit`: the most that is held, bytes. `node`: the NUMA node to hold memory on; None: the one where
     unpinnable memory is nearest. `beside_gpu_jobs`: go on though other processes use the GPUs. `seconds`:
-    when it gives up. `report`: called with (held, goal) in bytes while it fills.
+    when it gives up; by default a minute, and more for a large limit. `report`: called with (held, goal) in
+    bytes while it fills.
     """
 
     def __init__(
@@ -379,7 +383,7 @@ class Pressure:
         node: int | None = None,
         journal: Journal | None = None,
         beside_gpu_jobs: bool = False,
-        seconds: float = 60.0,
+        seconds: float | None = None,
         report: Callable[[int, int], object] | None = None,
     ) -> None:
         self._limit = limit
@@ -387,7 +391,7 @@ class Pressure:
         self._node = node
         self._journal = journal if journal is not None else Journal()
         self._beside_gpu_jobs = beside_gpu_jobs
-        self._seconds = seconds
+        self._seconds = seconds if seconds is not None else _SECONDS + limit / _SLOWEST
         self._report = report
         self._pid = 0
         self._socket: socket.socket | None = None
