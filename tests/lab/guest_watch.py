@@ -418,6 +418,10 @@ def flood(watcher: Watcher, name: str, metrics: Path) -> None:
         return sum(int(value) for value in re.findall(rf"^regrepro_watch_{what}\S* (\d+)$", text, re.M))
 
     time.sleep(16)
+    text = metrics.read_text()
+    found = re.search(r'registrations_total\{path="host",driver="rxe"\} (\d+)', text)
+    counted = int(found[1]) if found else 0
+    check("--registrations: what succeeded is counted by its path", 3000 <= counted < 4000, str(counted))
     before = total("failures_total")
     lost = total("lost_events_total")
     begin = time.monotonic()

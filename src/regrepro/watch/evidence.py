@@ -19,7 +19,6 @@ import numpy as np
 
 from regrepro.core.verbs import access_names
 from regrepro.kernel import trace_tree
-from regrepro.kernel.kcore import Kcore, KcoreError
 from regrepro.kernel.memorymap import PLACE_NAMES, MemoryMap, read_memory_map
 from regrepro.kernel.pagestate import PageReader, PageState
 from regrepro.kernel.trace_flags import FlagNames
@@ -457,12 +456,3 @@ def record_events(
         },
     )
     yield "scenario-end", {**label, "outcome": "finished", "seconds": round(evidence.seconds, 6)}
-
-
-def kernel_memory_readable() -> str:
-    """Return why reference counts cannot be read, "" where they can."""
-    try:
-        Kcore().close()
-    except (OSError, KcoreError) as error:
-        return str(error)
-    return ""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from regrepro.kernel.btf import Btf, BtfError
-from regrepro.kernel.trace_probes import DRIVERS, POINTS, Returns
+from regrepro.kernel.trace_probes import DRIVERS, Returns
 
 KALLSYMS = Path("/proc/kallsyms")
 BTF_DIRECTORY = Path("/sys/kernel/btf")
@@ -321,11 +321,6 @@ def find_functions(
     values = btf.enum("migrate_reason")
     found.reasons = {values[key]: name for key, name in _REASONS.items() if key in values}
     return found
-
-
-def known_points() -> frozenset[str]:
-    """Names of all functions that the tracer of `run` follows, too: the trees of both read alike."""
-    return frozenset(name for point in POINTS for name in point.names)
 
 
 def access_position(driver: str) -> int:

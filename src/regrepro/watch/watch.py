@@ -44,8 +44,11 @@ _COPY_SECONDS = 1.0  # that new copies of libibverbs are waited for together
 _TAKE_OVER_NS = 1_000_000_000
 _SUPPRESSED_SECONDS = 10.0
 _LOST_NEAR_SECONDS = 2.0
-_CMA_FREE_PIN = ("pin_user_pages",)
-PINS = {"off": (), "driver": _CMA_FREE_PIN, "all": ("pin_user_pages", "pin_user_pages_remote")}
+PINS: dict[str, tuple[str, ...]] = {
+    "off": (),
+    "driver": ("pin_user_pages",),
+    "all": ("pin_user_pages", "pin_user_pages_remote"),
+}
 
 
 @dataclass
@@ -55,7 +58,6 @@ class Options:
     out: Path
     pins: str = "driver"
     registrations: bool = False
-    each_call: bool = False
     libraries: bool = True
     rate: float = 10.0
     burst: int = 50
@@ -69,17 +71,6 @@ class Options:
     limit: int = 0  # failures after which to stop; 0: never
     duration: float = 0.0
     trampolines: bool = True
-
-
-class Stop(Exception):
-    """A signal asks for the end."""
-
-
-@dataclass
-class _Starting:
-    engine: Engine
-    program: Program
-    cut_ns: int = 0
 
 
 class Watch:
