@@ -33,7 +33,7 @@ from regrepro.watch.limiter import Limiter
 from regrepro.watch.lock import Lock
 from regrepro.watch.metrics import Metrics
 from regrepro.watch.output import Output
-from regrepro.watch.program import Dialect, PageOffsets, Program, make_program
+from regrepro.watch.program import Dialect, PageOffsets, make_program
 from regrepro.watch.registrations import Account
 
 _MODULE_BTF = (5, 11)  # BTF of modules; before, bpftrace cannot load programs for trampolines of either
