@@ -305,6 +305,7 @@ class Faults:
                 scattered = self._scatter(size)
                 pins += [self._stage.backend.hold("longterm", one.address, one.length) for one in scattered]
                 pool.exhaust()
+                self._move_out_in_vain(pool)
             else:
                 pool.give_back()
             self._step("huge-pages", size=size, mapped=len(pool.mapped) + 1, free=pool.free())
@@ -315,6 +316,19 @@ class Faults:
             for one in scattered:
                 one.close()
             pool.close()
+
+    def _move_out_in_vain(self, pool: _HugePages) -> None:
+        """Have the kernel move huge pages out of ZONE_MOVABLE, by long-term pins, until it can no more.
+
+        It gets memory for that which it has no other huge page of: of blocks that are not for movable pages.
+        """
+        refused = 0
+        for memory in pool.mapped:
+            if refused < 3 and self._is_movable_zone(memory):
+                try:
+                    self._stage.backend.hold("longterm", memory.address, PAGE_SIZE).release()
+                except OSError:
+                    refused += 1
 
     def _scatter(self, size: int) -> list[Range]:
         """Return pages of which one lies in each stretch of `size` bytes of ordinary memory, gathered."""
@@ -499,9 +513,9 @@ class _HugePages:
         in_vain = 0
         while in_vain < 3:
             before = len(self.mapped)
-            for name in ("drop_caches", "compact_memory"):
+            for name, what in (("drop_caches", "3"), ("compact_memory", "1")):
                 with suppress(OSError):
-                    Path("/proc/sys/vm", name).write_text("1", encoding="ascii")
+                    Path("/proc/sys/vm", name).write_text(what, encoding="ascii")
             self.grow(self._backend.available_memory() // self._size)
             in_vain = in_vain + 1 if len(self.mapped) == before else 0
 
