@@ -71,6 +71,8 @@ def pin(evidence: Mapping[str, Any]) -> str:
             else "not alive"
         )
         kind = flags.get(str(pin.get("kind")), pin.get("kind"))
+        if pin.get("owner") == "own-code":  # nobody promised anything: what it asks for is measured
+            kind = "code of the user's own"
         parts.append(
             f"{pin.get('owner')} held {pages(pin.get('pages'))} by {pin.get('api')} ({kind}), {life}"
         )
@@ -106,7 +108,7 @@ def contract(evidence: Mapping[str, Any]) -> str:
     """What the pins promised, measured by what they did to the pages; empty where that could not be told."""
     pins = [mapping_of(pin) for pin in mapping_of(value_of(evidence, "pin_contract")).values()]
     names = {"longterm": "FOLL_LONGTERM", "plain": "no FOLL_LONGTERM"}
-    told = [f"{names[kind]}: {pin.get('why')}" for pin in pins if (kind := str(pin.get('contract'))) in names]
+    told = [f"{names[kind]}: {pin.get('why')}" for pin in pins if (kind := str(pin.get("contract"))) in names]
     return "; ".join(dict.fromkeys(told))
 
 
