@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -851,3 +852,25 @@ def test_one_json_line_a_failure(watched: Any, capsys: pytest.CaptureFixture[str
     watched([line(text) for text in [*held_pin(), LIBRARY]], as_json=True)
     (told,) = [json.loads(text) for text in capsys.readouterr().out.splitlines()]
     assert told["layer"] == "page-migration" and told["rank"] == {"RANK": "5"} and told["errno"] == "ENOMEM"
+
+
+PACKAGING = Path(__file__).parents[2] / "packaging"
+
+
+@pytest.mark.parametrize("name", ["regrepro-watch.service", "regrepro-watch-daemonset.yaml"])
+def test_what_is_packaged_calls_watch_with_options_that_it_has(name: str) -> None:
+    from regrepro.watch.commands import watch as command
+
+    text = (PACKAGING / name).read_text(encoding="utf-8")
+    lines = [
+        line
+        for line in text.splitlines()
+        if line.startswith("ExecStart=") or line.lstrip().startswith("- --")
+    ]
+    given = set(re.findall(r" (--[a-z]+)", "\n".join(lines)))
+    known = {
+        option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)
+    }
+    assert {"--out", "--metrics"} <= given <= known
+    for capability in ("SYS_ADMIN", "SYS_PTRACE", "BPF", "PERFMON"):
+        assert capability in text
