@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Generator
 from pathlib import Path
 
 import pytest
+
+# A shell that starts something in the background has it ignore SIGINT, and what a test starts inherits that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 REQUIRED = bool(os.environ.get("REGREPRO_REQUIRE_LAB"))
 LAB = Path(__file__).parent / "lab"
