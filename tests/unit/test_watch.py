@@ -20,7 +20,7 @@ from regrepro.kernel.trace_probes import Returns
 from regrepro.record import Record, read_record
 from regrepro.watch import copies, engine, process, watch
 from regrepro.watch.events import Correlator, Failure
-from regrepro.watch.evidence import Evidence, Observer, record_events
+from regrepro.watch.evidence import Evidence, Observer, modules_of, record_events
 from regrepro.watch.functions import Function, Functions, read_symbols
 from regrepro.watch.limiter import Limiter
 from regrepro.watch.lock import Lock
@@ -568,9 +568,19 @@ def test_a_held_pin_that_was_seen_in_full_is_class_b_proven() -> None:
     verdict = held()
     assert verdict["verdict"] == "caught" and verdict["layer"] == "page-migration"
     assert verdict["class"] == {"name": "B", "state": "proven", "missing": []}
-    assert verdict["pin_owner"] == "unknown" and "by whom was not seen" in verdict["reason"]
+    assert verdict["pin_owner"] == "unknown" and "whose holder was not seen" in verdict["reason"]
     assert exit_code({"verdicts": [verdict]}) == 10
     assert all(check["state"] == "ok" for check in verdict["checks"] if check["name"] != "holder")
+
+
+def test_modules_of_a_stack_are_those_of_drivers(tmp_path: Path) -> None:
+    symbols = tmp_path / "kallsyms"
+    symbols.write_text(
+        "0 t bpf_prog_1234\t[bpf]\n0 t ftrace_trampoline\t[__builtin__ftrace]\n0 T pin_user_pages\n"
+        "0 t os_lock_user_pages\t[nvidia]\n0 t ib_umem_get\t[ib_core]\n"
+    )
+    stack = ["bpf_prog_1234+5", "ftrace_trampoline+1", "pin_user_pages+9", "os_lock_user_pages+77", "0x12"]
+    assert modules_of(stack, symbols) == ["nvidia"]
 
 
 def test_the_holder_is_named_where_its_pin_was_seen() -> None:

@@ -59,7 +59,7 @@ def judge_watched(facts: Facts, run: Pass, registration: Registration) -> Findin
     missing = [check for check in checks if check.state == MISSING and check.name != "holder"]
     held = "pages in unpinnable memory were held and would not move"
     layer = Layer("page-migration", held, "observed" if not missing else "inferred", source)
-    by = f" by {owner}" if owner != "unknown" else ", by whom was not seen"
+    by = f" by {owner}" if owner != "unknown" else " whose holder was not seen"
     if not missing:
         held = "a pin" if min(_above(registration)) >= PIN_BIAS else "a reference"
         reason = f"class B, proven: {what} because {held}{by} kept {left} in unpinnable memory from moving"
@@ -181,7 +181,7 @@ def _owner(registration: Registration) -> str:
         if any(name.startswith("nvidia") for name in modules):
             return "cuda"
         if modules:
-            return modules[-1]
+            return modules[0]
         if str(pin.get("fn", "")).endswith("_remote"):
             return "process-vm"
     return "unknown"

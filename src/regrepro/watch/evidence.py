@@ -364,8 +364,10 @@ def modules_of(stack: Iterable[str], kallsyms: Path = Path("/proc/kallsyms")) ->
         for line in lines:
             if line.endswith("]\n"):
                 words = line.split()
-                if words[2] in wanted:
-                    known.setdefault(words[2], words[3].strip("[]"))
+                module = words[3].strip("[]")
+                # Programs of BPF, ours among them, and trampolines of ftrace stand there as modules, too.
+                if words[2] in wanted and module != "bpf" and not module.startswith("__builtin"):
+                    known.setdefault(words[2], module)
     return list(dict.fromkeys(known[frame] for frame in frames if frame in known))
 
 
