@@ -28,6 +28,7 @@ from typing import Any
 
 from regrepro import judge
 from regrepro.core import memory, pins, verbs
+from regrepro.kernel.leftovers import start_time
 from regrepro.record import read_record
 
 PAGE = memory.PAGE_SIZE
@@ -503,7 +504,7 @@ def killed(watcher: Watcher, name: str) -> None:
     time.sleep(2)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-    alive = [pid for pid in engines if Path(f"/proc/{pid}").exists()]
+    alive = [pid for pid in engines if start_time(pid) is not None]
     check("kill -9: bpftrace is gone with it", not alive, str(alive))
     newest = max(watcher.out.iterdir())
     problems = [text for text in read_record(newest).problems if "run-end" not in text]
@@ -518,7 +519,7 @@ def stops(scratch: Path, arguments: list[str]) -> None:
     engines = watcher.engine()
     watcher.process.send_signal(signal.SIGTERM)
     check("SIGTERM: it ends with 0", watcher.process.wait(60) == 0)
-    check("SIGTERM: bpftrace is gone", not [pid for pid in engines if Path(f"/proc/{pid}").exists()])
+    check("SIGTERM: bpftrace is gone", not [pid for pid in engines if start_time(pid) is not None])
     check("SIGTERM: no journal stays", not list(Path("/run/regrepro").glob("*.json")))
     check("SIGTERM: the record is complete", not read_record(max(watcher.out.iterdir())).problems)
 
