@@ -504,8 +504,15 @@ def killed(watcher: Watcher, name: str) -> None:
     time.sleep(2)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-    alive = [pid for pid in engines if start_time(pid) is not None]
-    check("kill -9: bpftrace is gone with it", not alive, str(alive))
+    # The kernel takes probes away one after the other while it dies, each with a grace period.
+    deadline = time.monotonic() + 60
+    while (alive := [pid for pid in engines if start_time(pid) is not None]) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    check(
+        "kill -9: bpftrace is gone with it",
+        not alive,
+        f"{alive} after {60 - deadline + time.monotonic():.0f} s",
+    )
     newest = max(watcher.out.iterdir())
     problems = [text for text in read_record(newest).problems if "run-end" not in text]
     check("kill -9: the record is whole", not problems, str(problems))
