@@ -49,7 +49,11 @@ ROWS = [
     Row(
         "7.3 movablecore=512M",
         LabOptions("7.3", ("movablecore=512M",)),
-        (("guest_audit.py", "movablecore"), ("guest_trace.py", *REFUSES)),
+        (
+            ("guest_audit.py", "movablecore"),
+            ("guest_trace.py", *REFUSES),
+            ("guest_kills.py", "--kills", "20"),
+        ),
     ),
     Row("7.3", LabOptions("7.3"), (("guest_audit.py", "none"),)),
     *(
@@ -57,7 +61,7 @@ ROWS = [
         for series, programs in (
             ("6.12", (KERNEL, ("guest_audit.py", "movablecore"), ("guest_core.py", *REFUSES), CUDA)),
             ("6.1", (KERNEL, ("guest_audit.py", "movablecore"), ("guest_core.py", *REFUSES))),
-            ("5.10", (("guest_core.py", *REGISTERS),)),
+            ("5.10", (("guest_core.py", *REGISTERS), ("guest_trace.py", *REGISTERS))),
         )
     ),
 ]
