@@ -556,11 +556,12 @@ class Watch:
 
     def _told_start(self) -> str:
         functions = self._functions
-        by = "trampolines" if all(item.by_trampoline for item in functions.all()) else "kprobes"
+        every = functions.all()
+        fast = sum(item.by_trampoline for item in every)
         assert self._engine is not None
         counted = self._engine.correlator.counts.attached
         text = (
-            f"watching: {len(functions.all())} kernel functions by {by}, "
+            f"watching: {len(every)} kernel functions ({fast} by trampoline, {len(every) - fast} by kprobe), "
             f"{len(self._copies.known)} copies of libibverbs ({counted} probes); "
             f"records go to {self._output.path}"
         )
