@@ -17,6 +17,7 @@ pytestmark = [pytest.mark.lab, pytest.mark.timeout(3600)]
 GIB = 1 << 30
 KERNEL, CUDA = ("guest_kernel.py",), ("guest_cuda.py",)
 REFUSES, REGISTERS = ("--expect-refusal", "yes"), ("--expect-refusal", "no")
+WATCH = ("guest_watch.py", *REFUSES)
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ ROWS = [
         (
             ("guest_audit.py", "movablecore"),
             ("guest_trace.py", *REFUSES),
+            WATCH,
             ("guest_kills.py", "--kills", "20"),
         ),
     ),
@@ -59,8 +61,8 @@ ROWS = [
     *(
         Row(f"{series} movablecore=512M", LabOptions(series, ("movablecore=512M",)), programs)
         for series, programs in (
-            ("6.12", (KERNEL, ("guest_audit.py", "movablecore"), ("guest_core.py", *REFUSES), CUDA)),
-            ("6.1", (KERNEL, ("guest_audit.py", "movablecore"), ("guest_core.py", *REFUSES))),
+            ("6.12", (KERNEL, ("guest_audit.py", "movablecore"), ("guest_core.py", *REFUSES), CUDA, WATCH)),
+            ("6.1", (KERNEL, ("guest_audit.py", "movablecore"), ("guest_core.py", *REFUSES), WATCH)),
             ("5.10", (("guest_core.py", *REGISTERS), ("guest_trace.py", *REGISTERS))),
         )
     ),
