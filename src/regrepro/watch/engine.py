@@ -66,7 +66,7 @@ def find_bpftrace() -> tuple[str, tuple[int, int]]:
 
 def _buffer_pages(cpus: int) -> int:
     """Return the pages of each CPU's buffer: a power of two, few where there are many CPUs."""
-    return 256 if cpus <= 16 else 64 if cpus <= 64 else 32
+    return 256 if cpus <= 16 else 64 if cpus <= 64 else 16
 
 
 def require_rights() -> None:
