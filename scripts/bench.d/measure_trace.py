@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 
-from measuring import Row, Work, measurement, ratio
+from measuring import Row, Work, measurement
 
 LARGE, SMALL = 64 << 20, os.sysconf("SC_PAGE_SIZE")
 # Length, how often in one turn, and the most that the ratios may be: traced, beside, afterwards.
@@ -83,10 +84,17 @@ def trace(work: Work) -> list[Row]:
     rows = []
     for text, length, _, (bound, bound_beside) in LENGTHS:
         rows += [
-            ratio(f"registration of {text}, traced / untraced", traced[length], bound),
-            ratio(f"another process' registrations of {text}, beside / alone", beside[length], bound_beside),
+            least(f"registration of {text}, traced / untraced", traced[length], bound),
+            least(f"another process' registrations of {text}, beside / alone", beside[length], bound_beside),
             ratio(
                 f"another process' registrations of {text}, afterwards / before", after[length], AFTERWARDS
             ),
         ]
     return rows
+
+
+def least(what: str, pairs: Sequence[tuple[float, float]], bound: float | None) -> Row:
+    """Return the row of measured pairs: the least of the one over the least of the other, and the spread."""
+    ours, bare = min(one for one, _ in pairs), min(other for _, other in pairs)
+    ratios = [one / other for one, other in pairs]
+    return Row(what, ours / bare, bound=bound, ours=ours, bare=bare, spread=(min(ratios), max(ratios)))
