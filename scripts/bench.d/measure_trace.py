@@ -86,7 +86,7 @@ def trace(work: Work) -> list[Row]:
         rows += [
             least(f"registration of {text}, traced / untraced", traced[length], bound),
             least(f"another process' registrations of {text}, beside / alone", beside[length], bound_beside),
-            ratio(
+            least(
                 f"another process' registrations of {text}, afterwards / before", after[length], AFTERWARDS
             ),
         ]
