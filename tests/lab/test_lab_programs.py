@@ -29,7 +29,6 @@ class Row:
     programs: tuple[tuple[str, ...], ...]
 
 
-# `guest_trace.py` knows all four series; its rows are run by hand until they have been seen to pass on each.
 # guest_kernel.py comes first: it takes memory blocks offline, which a used guest may not give.
 ROWS = [
     Row(
