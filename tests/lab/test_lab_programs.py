@@ -17,6 +17,7 @@ pytestmark = [pytest.mark.lab, pytest.mark.timeout(3600)]
 GIB = 1 << 30
 KERNEL, CUDA = ("guest_kernel.py",), ("guest_cuda.py",)
 REFUSES, REGISTERS = ("--expect-refusal", "yes"), ("--expect-refusal", "no")
+TRACE = ("guest_trace.py", *REFUSES)
 WATCH = ("guest_watch.py", *REFUSES)
 
 
@@ -51,7 +52,7 @@ ROWS = [
         LabOptions("7.3", ("movablecore=512M",)),
         (
             ("guest_audit.py", "movablecore"),
-            ("guest_trace.py", *REFUSES),
+            TRACE,
             WATCH,
             ("guest_kills.py", "--kills", "20"),
         ),
@@ -60,8 +61,11 @@ ROWS = [
     *(
         Row(f"{series} movablecore=512M", LabOptions(series, ("movablecore=512M",)), programs)
         for series, programs in (
-            ("6.12", (KERNEL, ("guest_audit.py", "movablecore"), ("guest_core.py", *REFUSES), CUDA, WATCH)),
-            ("6.1", (KERNEL, ("guest_audit.py", "movablecore"), ("guest_core.py", *REFUSES), WATCH)),
+            (
+                "6.12",
+                (KERNEL, ("guest_audit.py", "movablecore"), ("guest_core.py", *REFUSES), TRACE, CUDA, WATCH),
+            ),
+            ("6.1", (KERNEL, ("guest_audit.py", "movablecore"), ("guest_core.py", *REFUSES), TRACE, WATCH)),
             ("5.10", (("guest_core.py", *REGISTERS), ("guest_trace.py", *REGISTERS))),
         )
     ),
