@@ -119,7 +119,7 @@ def test_the_program_is_silent_on_success() -> None:
 
 def test_the_heartbeat_is_attached_last() -> None:
     probes = make_program(FUNCTIONS).text.splitlines()
-    assert probes[1].startswith("interval:s:1")
+    assert probes[1].startswith("interval:s:2")
 
 
 def test_kernels_with_and_without_btf_are_followed_in_their_own_way() -> None:

@@ -153,7 +153,7 @@ class Engine:
     @property
     def attached(self) -> bool:
         """Whether all its probes are: the heartbeat is the last of them."""
-        return self.correlator.counts.heartbeats >= 2
+        return self.correlator.counts.heartbeats >= 1
 
     @property
     def ended(self) -> bool:

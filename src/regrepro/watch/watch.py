@@ -43,6 +43,7 @@ _METRICS_SECONDS = 15.0
 _COPY_SECONDS = 1.0  # that new copies of libibverbs are waited for together
 _TAKE_OVER_NS = 1_000_000_000
 _SUPPRESSED_SECONDS = 10.0
+_IDLE_SECONDS = 2.5  # a little more than between two heartbeats
 _LOST_NEAR_SECONDS = 2.0
 PINS: dict[str, tuple[str, ...]] = {
     "off": (),
@@ -264,7 +265,7 @@ class Watch:
         self.metrics.watching = 1
         while not self._stop:
             engines = [item for item in (self._engine, self._next) if item is not None]
-            self._wait(engines, 0.05 if self._busy() else 1.0)
+            self._wait(engines, 0.05 if self._busy() else _IDLE_SECONDS)
             now = time.monotonic()
             for engine in engines:
                 engine.correlator.overdue(now)
