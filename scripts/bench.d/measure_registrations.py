@@ -15,12 +15,13 @@ COUNT = 200
 # How a scenario registers many times: in one call, or step by step with page states and trace of each.
 SERIES, STEPS = "series", "steps"
 SHARED = "guest"
-# How a run is done: trace, where the record lies. A node writes to a file system of its own, as is the
-# guest's /run; the lab's record goes to the host over 9p, which costs eight times as much under TCG.
+# How a run is done: trace, where the record lies, how many registrations step by step. A node writes to a
+# file system of its own, as is the guest's /run; the lab's record goes to the host over 9p, which costs eight
+# times as much under TCG.
 WAYS = {
-    "": ("auto", "/run/regrepro-bench"),
-    ", --trace off": ("off", "/run/regrepro-bench"),
-    ", record on 9p": ("auto", SHARED),
+    "": ("auto", "/run/regrepro-bench", 40),
+    ", --trace off": ("off", "/run/regrepro-bench", 0),
+    ", record on 9p": ("auto", SHARED, 0),
 }
 # What is held to a bound: a series, its record where a node has it.
 BOUND = {("", SERIES): 1.1, (", --trace off", SERIES): 1.1}
@@ -35,47 +36,46 @@ def registrations(work: Work) -> list[Row]:
     The bare loops run between two runs, when no probe of ours is armed: a kprobe costs every process.
     """
     pairs: dict[tuple[str, str, int], list[tuple[float, float]]] = {}
-    for number in range(max(2, work.rounds // 2)):
-        for way, (trace, place) in WAYS.items():
+    for number in range(max(3, work.rounds)):
+        for way, (trace, place, steps) in WAYS.items():
             bare = {}
             for length in (LARGE, SMALL):
                 with work.bare("register_loop", str(length)) as loop:
-                    bare[length] = loop.seconds(COUNT)
-            recorded = _recorded(work.directory / place / f"registrations-{trace}-{number}", trace)
-            for (manner, length), seconds in recorded.items():
-                pairs.setdefault((way, manner, length), []).append((seconds, bare[length]))
+                    bare[length] = loop.seconds(COUNT) / COUNT
+            recorded = _recorded(work.directory / place / f"registrations-{trace}-{number}", trace, steps)
+            for (manner, length), each in recorded.items():
+                pairs.setdefault((way, manner, length), []).append((each, bare[length]))
     rows = []
-    for manner, said in ((SERIES, ""), (STEPS, ", step by step")):
-        for way in WAYS:
-            what = f"{COUNT} recorded registrations of 64 MiB{said} / bare C{way}"
+    for manner, said in ((SERIES, "in a series"), (STEPS, "step by step")):
+        for way in (way for way in WAYS if (way, manner, LARGE) in pairs):
+            what = f"recorded registration of 64 MiB {said} / bare C{way}"
             rows.append(ratio(what, pairs[way, manner, LARGE], BOUND.get((way, manner))))
-        for way in WAYS:
-            added = [(ours - bare) / COUNT * 1e6 for ours, bare in pairs[way, manner, SMALL]]
+            added = [(ours - bare) * 1e6 for ours, bare in pairs[way, manner, SMALL]]
             rows.append(
                 Row(
-                    f"added to a registration of one page by recording it{said}{way}",
+                    f"added to one of one page by recording it {said}{way}",
                     statistics.median(added),
                     unit="us",
-                    ours=statistics.median(ours / COUNT for ours, _ in pairs[way, manner, SMALL]),
-                    bare=statistics.median(bare / COUNT for _, bare in pairs[way, manner, SMALL]),
+                    ours=statistics.median(ours for ours, _ in pairs[way, manner, SMALL]),
+                    bare=statistics.median(bare for _, bare in pairs[way, manner, SMALL]),
                     spread=(min(added), max(added)),
                 )
             )
     return rows
 
 
-def _recorded(out: Path, trace: str) -> dict[tuple[str, int], float]:
-    """Run the scenario once; return the seconds of its loops by way and length."""
+def _recorded(out: Path, trace: str, steps: int) -> dict[tuple[str, int], float]:
+    """Run the scenario once; return the seconds of one registration by way and length."""
     from regrepro import runner
     from regrepro.options import RunOptions
     from regrepro.record import read_record
 
     shutil.rmtree(out, ignore_errors=True)
-    runner.run([str(HERE / "registrations.py")], RunOptions(trace=trace), out)
+    runner.run([str(HERE / "registrations.py")], RunOptions(trace=trace, option=(f"steps={steps}",)), out)
     events: list[dict[str, Any]] = [
         event for event in read_record(out).events if event.get("control") is None
     ]
     for event in events:
         if event["event"] in ("exception", "unmet") or event.get("errno"):
             raise SystemExit(f"bench: {event}")
-    return {(step["way"], step["length"]): step["seconds"] for step in events if step["event"] == "step"}
+    return {(step["way"], step["length"]): step["each"] for step in events if step["event"] == "step"}

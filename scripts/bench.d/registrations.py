@@ -19,6 +19,7 @@ from measure_registrations import COUNT, LARGE, SERIES, SMALL, STEPS
     controls={"a-control": change(place="unpinnable")},
     profiles=(),
     timeout=3600,
+    options={"steps": 0},
 )
 def registrations(stage: Stage) -> None:
     """Register and deregister many times, and note how long it took."""
@@ -26,16 +27,17 @@ def registrations(stage: Stage) -> None:
         return
     for length in (LARGE, SMALL):
         buffer = stage.buffer(length=length)
-        for way in (SERIES, STEPS):
+        for way, count in ((SERIES, COUNT), (STEPS, stage.option("steps"))):
             started = time.perf_counter()
             if way == SERIES:
-                if not stage.register_many(buffer, COUNT):
+                if not stage.register_many(buffer, count):
                     raise RuntimeError("a registration was refused")
             else:
-                for _ in range(COUNT):
+                for _ in range(count):
                     stage.register(buffer).deregister()
-            seconds = time.perf_counter() - started
-            stage.step("loop", way=way, length=length, count=COUNT, seconds=seconds)
+            if count:
+                each = (time.perf_counter() - started) / count
+                stage.step("loop", way=way, length=length, count=count, each=each)
 
 
 def _is_second_pass() -> bool:
