@@ -66,7 +66,7 @@ ROWS = [
                 (KERNEL, ("guest_audit.py", "movablecore"), ("guest_core.py", *REFUSES), TRACE, CUDA, WATCH),
             ),
             ("6.1", (KERNEL, ("guest_audit.py", "movablecore"), ("guest_core.py", *REFUSES), TRACE, WATCH)),
-            ("5.10", (("guest_core.py", *REGISTERS), ("guest_trace.py", *REGISTERS))),
+            ("5.10", (KERNEL, ("guest_core.py", *REGISTERS), ("guest_trace.py", *REGISTERS))),
         )
     ),
 ]
