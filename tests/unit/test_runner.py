@@ -462,7 +462,9 @@ def test_kill_9_of_the_run(tmp_path: Path) -> None:
         process.wait()
         assert _gone(child)
         record = read_record(out)
-        assert record.problems == ["the record ends without run-end: the run was killed or is still going on"]
+        # A kill that meets a write(2) between two pages cuts the line that was being written, and no other.
+        problems = [problem for problem in record.problems if "is cut and was left out" not in problem]
+        assert problems == ["the record ends without run-end: the run was killed or is still going on"]
         numbers = _counted(record)
         assert numbers == list(range(1, len(numbers) + 1))
 
