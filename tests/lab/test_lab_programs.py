@@ -75,7 +75,9 @@ ROWS = [
 @pytest.mark.parametrize(
     ("row", "number"),
     [
-        pytest.param(row, number, id=f"{row.name}: {' '.join(program)}")
+        pytest.param(
+            row, number, id=f"{row.name}: {' '.join(program)}", marks=pytest.mark.xdist_group(row.name)
+        )
         for row in ROWS
         for number, program in enumerate(row.programs)
     ],
