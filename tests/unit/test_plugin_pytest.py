@@ -225,9 +225,8 @@ def test_a_run_that_cannot_begin_is_said_in_words(
 
 
 def test_parallel_runs_are_refused_with_the_reason(suite: pytest.Pytester) -> None:
-    """With an option -n such as pytest-xdist's, without needing it here."""
-    suite.makeconftest("def pytest_addoption(parser):\n    parser.addoption('--numprocesses', type=int)\n")
-    result = go(suite, "scenarios", "--numprocesses", "2")
+    """By pytest-xdist."""
+    result = go(suite, "scenarios", "-n", "2")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     assert "scenarios cannot run in parallel (-n)" in result.stderr.str()
     suite.makepyfile(test_other="def test_it(): pass")
