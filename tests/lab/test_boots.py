@@ -91,13 +91,7 @@ def test_a_guest_has_what_scenarios_need(lab: Lab) -> None:
     assert "(ro," in outputs[6], "the guest could write to this host"
 
 
-@pytest.mark.parametrize(
-    "series",
-    [
-        pytest.param(series, marks=pytest.mark.xdist_group(f"{series} movablecore=512M"))
-        for series in ("6.12", "6.1", "5.10")
-    ],
-)
+@pytest.mark.parametrize("series", ["6.12", "6.1", "5.10"])
 def test_each_series_has_soft_roce(series: str, lab: Lab) -> None:
     from test_lab_programs import ROWS
 

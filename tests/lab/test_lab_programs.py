@@ -75,9 +75,7 @@ ROWS = [
 @pytest.mark.parametrize(
     ("row", "number"),
     [
-        pytest.param(
-            row, number, id=f"{row.name}: {' '.join(program)}", marks=pytest.mark.xdist_group(row.name)
-        )
+        pytest.param(row, number, id=f"{row.name}: {' '.join(program)}")
         for row in ROWS
         for number, program in enumerate(row.programs)
     ],
