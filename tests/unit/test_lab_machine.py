@@ -491,3 +491,18 @@ def test_messages_of_the_guest_are_lines(capfd: pytest.CaptureFixture[str]) -> N
     out = capfd.readouterr().out
     assert out.count("\n") == 1
     assert json.loads(out.removeprefix(guest.MARK)) == {"what": "note", "text": "two\nlines"}
+
+
+@pytest.mark.parametrize(
+    ("kvm", "command", "told"),
+    [
+        (False, ["qemu", "-smp", "2"], ["qemu", "-accel", "tcg,thread=single", "-smp", "2"]),
+        (False, ["qemu", "-machine", "virt,accel=tcg"], ["qemu", "-machine", "virt,accel=tcg"]),
+        (True, ["qemu", "-machine", "accel=kvm:tcg"], ["qemu", "-machine", "accel=kvm"]),
+    ],
+)
+def test_emulated_cpus_share_a_thread(tmp_path: Path, kvm: bool, command: list[str], told: list[str]) -> None:
+    """With a thread each they died of breakpoints in code that another one had just changed."""
+    made = object.__new__(Machine)
+    made._kvm, made._private = kvm, tmp_path
+    assert made._adapted(command) == told

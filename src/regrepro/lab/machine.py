@@ -189,6 +189,11 @@ class Machine:
             if self._kvm:
                 word = word.replace("accel=kvm:tcg", "accel=kvm")  # noqa: PLW2901
             adapted.append(word)
+        # One thread of the host for all emulated CPUs: with one each, a kernel that changes its own code (a
+        # probe armed, a static key turned) while another CPU runs it was seen to die of a breakpoint that was
+        # gone already ("Oops: int3" in __schedule), and of crashes in interrupts between CPUs.
+        if not self._kvm and not any("accel=" in word for word in adapted):
+            adapted[1:1] = ["-accel", "tcg,thread=single"]
         return adapted
 
     def run(
