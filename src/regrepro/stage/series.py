@@ -70,9 +70,10 @@ def run(
     """Run a series; return what the event of its end says of it. Raises `RecordProblem`."""
     buffer, registrar = made.buffer, stage.backend.registrar()
     ranges = buffer.length // length
-    first = stage.register(buffer, access=access, length=length)
+    flags = access if access is not None else registrar.default_access
+    first = stage.register(buffer, access=flags, length=length)
     begun = time.perf_counter()
-    facts: dict[str, Any] = {"verb": first.verb, "access": access or registrar.default_access}
+    facts: dict[str, Any] = {"verb": first.verb, "access": flags}
     if not first:
         made.errno, made.refused = first.errno, first
         return facts | {"seconds": 0.0}
@@ -82,7 +83,6 @@ def run(
     else:
         first.deregister()
     if made.count > 1:
-        flags = access if access is not None else registrar.default_access
         run_rest = getattr(registrar, "register_series", None)
         if run_rest is not None:
             _in_c(stage, made, run_rest, length=length, ranges=ranges, access=flags, keep=keep)
@@ -91,21 +91,16 @@ def run(
     facts["seconds"] = round(time.perf_counter() - begun, 6)
     if not made:
         made.refused = stage.register(
-            buffer, access=access, offset=made.succeeded % ranges * length, length=length
+            buffer, access=flags, offset=made.succeeded % ranges * length, length=length
         )
     return facts
-
-
-def labels(stage: Stage, made: Series) -> dict[str, Any]:
-    """Return the keys that all lines of a series have."""
-    return {**stage._labels, "series": made.id}
 
 
 def _in_c(
     stage: Stage, made: Series, call: Any, *, length: int, ranges: int, access: tuple[str, ...], keep: bool
 ) -> None:
     writer = stage._writer
-    text = encode(labels(stage, made))[1:-1]
+    text = encode({**stage._labels, "series": made.id})[1:-1]
     number = 1
     while number < made.count:
         with writer.handle() as record:
