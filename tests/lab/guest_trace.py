@@ -24,6 +24,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from guest_device import device
+
 from regrepro.core import memory, pins, verbs
 from regrepro.core.iouring import IoUringRegistrar
 from regrepro.kernel import leftovers, trace_fs, trace_tree
@@ -45,25 +47,6 @@ def check(name: str, good: bool, note: str = "") -> bool:
 def say(lines: list[str]) -> None:
     for line in lines:
         print(f"#   {line}", flush=True)
-
-
-def device() -> str:
-    """Return an RDMA device, made of soft-RoCE on a dummy interface where there is none."""
-    for module in ("ib_uverbs", "rdma_rxe"):
-        subprocess.run(["modprobe", module], check=False)
-    if not verbs.devices():
-        for command in (
-            "ip link add regrepro0 type dummy",
-            "ip addr add 10.99.0.1/24 dev regrepro0",
-            "ip link set regrepro0 up",
-            "rdma link add rxe0 type rxe netdev regrepro0",
-        ):
-            subprocess.run(command.split(), check=True)
-        for _ in range(50):
-            if verbs.devices():
-                break
-            time.sleep(0.1)
-    return verbs.devices()[0]
 
 
 def traced(tracer: Tracer, call: Callable[[], Any], **options: Any) -> tuple[str | None, Any, dict[str, Any]]:

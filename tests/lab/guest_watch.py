@@ -26,6 +26,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from guest_device import device
+
 from regrepro import judge
 from regrepro.core import memory, pins, verbs
 from regrepro.kernel.leftovers import start_time
@@ -43,25 +45,6 @@ def check(name: str, good: bool, note: str = "") -> bool:
     line = f"{'ok' if good else 'not ok'} {len(results)} - {name}"
     print(f"{line} # {' '.join(note.split())[:400]}" if note else line, flush=True)
     return good
-
-
-def device() -> str:
-    """Return an RDMA device, made of soft-RoCE on a dummy interface where there is none."""
-    for module in ("ib_uverbs", "rdma_rxe"):
-        subprocess.run(["modprobe", module], check=False)
-    if not verbs.devices():
-        for command in (
-            "ip link add regrepro0 type dummy",
-            "ip addr add 10.99.0.1/24 dev regrepro0",
-            "ip link set regrepro0 up",
-            "rdma link add rxe0 type rxe netdev regrepro0",
-        ):
-            subprocess.run(command.split(), check=True)
-        for _ in range(50):
-            if verbs.devices():
-                break
-            time.sleep(0.1)
-    return verbs.devices()[0]
 
 
 def refused(call: Callable[[], Any]) -> str | None:
