@@ -11,7 +11,15 @@
 
 #define LINE_SIZE 2048
 
-enum { SEQ, SIZE, WRITING };
+/* Cells of the memory that the writers share; record.py has the reasons. */
+enum { STATE, PAIRS };
+enum { SEQ, SIZE };
+#define WRITING 2
+
+static volatile uint64_t *pair(volatile uint64_t *shared, uint64_t state)
+{
+	return shared + PAIRS + 2 * (state & 1);
+}
 
 static uint64_t now_ns(void)
 {
@@ -57,33 +65,36 @@ static int write_line(int fd, const char *line, size_t length, uint64_t size)
 static int append(const struct rr_record *record, const char *body, size_t body_length)
 {
 	/* volatile: another process puts the record right by what it finds here after a kill. */
-	volatile uint64_t *shared = record->shared;
+	volatile uint64_t *shared = record->shared, *held, *next;
 	char line[LINE_SIZE];
-	uint64_t passed;
+	uint64_t passed, state;
 	int head, ret, unlocked;
 
 	ret = set_lock(record->lock_fd, F_WRLCK);
 	if (ret)
 		return ret;
-	if (shared[WRITING]) {
+	state = shared[STATE];
+	if (state & WRITING) {
 		ret = -EAGAIN;
 		goto out;
 	}
+	held = pair(shared, state);
+	next = pair(shared, ~state);
 	passed = now_ns() - record->start_ns;
-	head = snprintf(line, sizeof(line), "{\"seq\":%" PRIu64 ",\"t\":%" PRIu64 ".%06u,", shared[SEQ] + 1,
+	head = snprintf(line, sizeof(line), "{\"seq\":%" PRIu64 ",\"t\":%" PRIu64 ".%06u,", held[SEQ] + 1,
 			passed / 1000000000, (unsigned int)(passed % 1000000000 / 1000));
 	if (head < 0 || (size_t)head + body_length > sizeof(line)) {
 		ret = -EMSGSIZE;
 		goto out;
 	}
 	memcpy(line + head, body, body_length);
-	shared[WRITING] = 1;
-	ret = write_line(record->fd, line, (size_t)head + body_length, shared[SIZE]);
+	shared[STATE] = state | WRITING;
+	ret = write_line(record->fd, line, (size_t)head + body_length, held[SIZE]);
 	if (!ret) {
-		shared[SEQ] = shared[SEQ] + 1;
-		shared[SIZE] = shared[SIZE] + (uint64_t)head + body_length;
+		next[SEQ] = held[SEQ] + 1;
+		next[SIZE] = held[SIZE] + (uint64_t)head + body_length;
 	}
-	shared[WRITING] = 0;
+	shared[STATE] = ret ? state : ~state & 1;
 out:
 	unlocked = set_lock(record->lock_fd, F_UNLCK);
 	return ret ? ret : unlocked;

@@ -15,7 +15,7 @@
 struct rr_record {
 	int fd;		  /* record.jsonl, O_APPEND */
 	int lock_fd;	  /* the writers' POSIX lock lies on it */
-	uint64_t *shared; /* last seq, size of the file in bytes, 1 while a line is written */
+	uint64_t *shared; /* the cells that its writers share */
 	uint64_t start_ns; /* CLOCK_MONOTONIC at `t` 0 */
 };
 

@@ -16,7 +16,6 @@ import fcntl
 import json
 import mmap
 import os
-import struct
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -31,9 +30,17 @@ from regrepro.errors import EnvironmentProblem, RegreproError, UsageError
 SCHEMA = "regrepro.record/1"
 FILE_NAME = "record.jsonl"
 
-# The memory shared by all writers: last sequence number, length of the file in bytes, 1 while a line is
-# written.
-_SHARED = struct.Struct("=QQQ")
+# The memory that all writers share, as 64-bit cells: a state, and two pairs of last sequence number and
+# length of the file in bytes. The state names the pair that holds (0 or 1) and has _WRITING set while a line
+# is written. A writer can be killed between any two stores, so the new numbers go into the other pair and one
+# store of the state makes them hold. Each cell is stored whole: struct.pack_into would not, it clears first.
+_STATE = 0
+_WRITING = 2
+
+
+def _pair(state: int) -> int:
+    """Index of the cell of the sequence number that holds; the file's length is in the next one."""
+    return 1 + 2 * (state & 1)
 
 
 class RecordProblem(EnvironmentProblem):
@@ -99,42 +106,43 @@ class RecordWriter:
         self._lock_fd = os.memfd_create("regrepro-record", os.MFD_CLOEXEC)
         os.ftruncate(self._lock_fd, mmap.PAGESIZE)
         self._shared = mmap.mmap(self._lock_fd, mmap.PAGESIZE)
+        self._cells = memoryview(self._shared).cast("Q")
         self._thread_lock = threading.RLock()
-        _SHARED.pack_into(self._shared, 0, 0, 0, 0)
         try:
             self._write_line(line.encode("ascii"), size=0)
         except RegreproError:
             os.close(self._fd)
             self.path.unlink(missing_ok=True)
             raise
-        _SHARED.pack_into(self._shared, 0, 0, len(line), 0)
+        self._now_holds(0, len(line))
 
     def event(self, event: str, /, **keys: Any) -> int:
         """Append one event and return its `seq`. Raises `RecordProblem`; the record is whole then, too."""
         # Encode outside the lock; only `seq` and `t` must be taken within.
         tail = "".join(f",{_ENCODER.encode(key)}:{encode(value)}" for key, value in keys.items())
         with self._locked():
-            seq, size, writing = _SHARED.unpack_from(self._shared)
-            if writing:
-                seq, size = self._put_right(seq, size)
-            seq += 1
+            cells = self._cells
+            if cells[_STATE] & _WRITING:
+                self._put_right()
+            state = cells[_STATE]
+            seq, size = cells[_pair(state)] + 1, cells[_pair(state) + 1]
             t = round(time.monotonic() - self._monotonic_start, 6)
             line = f'{{"seq":{seq},"t":{t!r},"event":{_ENCODER.encode(event)}{tail}}}\n'.encode("ascii")
-            _SHARED.pack_into(self._shared, 0, seq - 1, size, 1)
+            cells[_STATE] = state | _WRITING
             try:
                 self._write_line(line, size)
             except RegreproError:
-                _SHARED.pack_into(self._shared, 0, seq - 1, size, 0)
+                cells[_STATE] = state
                 raise
-            _SHARED.pack_into(self._shared, 0, seq, size + len(line), 0)
-            return int(seq)
+            self._now_holds(seq, size + len(line))
+            return seq
 
     @contextlib.contextmanager
     def handle(self) -> Iterator[tuple[int, int, int, int]]:
         """Lend the record to C code that writes lines as `event` does (csrc/series.c).
 
-        Yields descriptor, descriptor of the lock, address of the shared memory (sequence number, size,
-        writing) and the monotonic clock in ns at `t` 0. Other threads of this process wait meanwhile.
+        Yields descriptor, descriptor of the lock, address of the shared memory and the monotonic clock in ns
+        at `t` 0. Other threads of this process wait meanwhile.
         """
         with self._thread_lock:
             shared = ctypes.c_char.from_buffer(self._shared)
@@ -152,6 +160,7 @@ class RecordWriter:
         """Close this process' descriptors. Other processes' stay usable."""
         if self._fd >= 0:
             os.close(self._fd)
+            self._cells.release()
             self._shared.close()
             os.close(self._lock_fd)
             self._fd = -1
@@ -172,16 +181,22 @@ class RecordWriter:
             finally:
                 fcntl.lockf(self._lock_fd, fcntl.LOCK_UN)
 
-    def _put_right(self, seq: int, size: int) -> tuple[int, int]:
+    def _now_holds(self, seq: int, size: int) -> None:
+        other = ~self._cells[_STATE] & 1
+        self._cells[_pair(other)] = seq
+        self._cells[_pair(other) + 1] = size
+        self._cells[_STATE] = other
+
+    def _put_right(self) -> None:
         """A writer was killed between taking a number and noting that its line lies there: find out."""
+        pair = _pair(self._cells[_STATE])
+        seq, size = self._cells[pair], self._cells[pair + 1]
         actual = os.fstat(self._fd).st_size
         written = os.pread(self._fd, actual - size, size) if actual > size else b""
         whole = written.rfind(b"\n") + 1
         if size + whole != actual:
             os.ftruncate(self._fd, size + whole)
-        seq, size = seq + written.count(b"\n"), size + whole
-        _SHARED.pack_into(self._shared, 0, seq, size, 0)
-        return seq, size
+        self._now_holds(seq + written.count(b"\n"), size + whole)
 
     def _write_line(self, line: bytes, size: int) -> None:
         """Write a line whole or not at all; `size` is the file's length before it."""

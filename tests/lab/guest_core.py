@@ -9,6 +9,7 @@ register pinned pages that lie in unpinnable memory; `no` is for a kernel that r
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import os
 import signal
@@ -32,6 +33,7 @@ TAKERS: dict[str, Callable[[int, int], pins.HeldPin]] = {
 }
 PFN_MASK = (1 << 55) - 1
 PROBE = 64 << 20
+ENOUGH = 1024  # pages that moved: their pageblocks are where to look for more
 HELD: list[memory.Range] = []
 SPANS: list[tuple[int, int]] = []
 
@@ -312,18 +314,21 @@ def unpinnable_spans() -> list[tuple[int, int]]:
             spanned = int(words[1])
         elif words[:1] == ["start_pfn:"] and zone == "Movable" and spanned:
             spans.append((int(words[1]), int(words[1]) + spanned))
-    # CMA is lent once ordinary free memory is scarce: hold some, until a piece is moved.
+    # CMA is lent once ordinary free memory is scarce: hold some, until enough has been moved out of it.
     block = (memory.thp_size() or 2 << 20) // PAGE
-    while not spans and free_memory() > 4 * PROBE:
+    blocks: set[int] = set()
+    moved = 0
+    while not spans and moved < ENOUGH and free_memory() > 4 * PROBE:
         piece = memory.Range.anonymous(PROBE, huge=False)
         piece.populate()
         before = pfns(piece.address, piece.pages)
         ring_once(piece.address, piece.length)
         after = pfns(piece.address, piece.pages)
-        blocks = {old // block for old, new in zip(before, after, strict=True) if old != new}
-        spans = [(number * block, (number + 1) * block) for number in sorted(blocks)]
+        frames = [old for old, new in zip(before, after, strict=True) if old != new]
+        moved += len(frames)
+        blocks |= {frame // block for frame in frames}
         HELD.append(piece)
-    return spans
+    return spans or [(number * block, (number + 1) * block) for number in sorted(blocks)]
 
 
 def free_memory() -> int:
@@ -337,21 +342,27 @@ def unpinnable_pages(count: int) -> memory.Range:
     """Gather `count` pages that lie in unpinnable memory."""
     if not SPANS:
         SPANS.extend(unpinnable_spans())
-    with memory.Range.anonymous(PROBE, huge=False) as source:
-        source.populate()
-        frames = pfns(source.address, source.pages)
-        inside = [
-            index for index, frame in enumerate(frames) if any(low <= frame < end for low, end in SPANS)
-        ]
-        print(f"# {len(inside)} of {source.pages} pages lie in {len(SPANS)} unpinnable spans", flush=True)
-        if len(inside) < count:
-            raise SystemExit(f"Bail out! only {len(inside)} pages in unpinnable memory")
-        chosen = inside[:count]
+    chosen: list[tuple[int, int]] = []  # address, frame
+    held: list[memory.Range] = []
+    with contextlib.ExitStack() as stack:
+        # The kernel lends CMA as it likes: take more until there are enough.
+        while len(chosen) < count and (not held or free_memory() > 4 * PROBE):
+            source = stack.enter_context(memory.Range.anonymous(PROBE, huge=False))
+            source.populate()
+            held.append(source)
+            frames = pfns(source.address, source.pages)
+            chosen += [
+                (source.address + index * PAGE, frame)
+                for index, frame in enumerate(frames)
+                if any(low <= frame < end for low, end in SPANS)
+            ]
+        print(f"# {len(chosen)} pages in {len(held)} pieces lie in {len(SPANS)} unpinnable spans", flush=True)
+        if len(chosen) < count:
+            raise SystemExit(f"Bail out! only {len(chosen)} pages in unpinnable memory")
+        chosen = chosen[:count]
         target = memory.Range.anonymous(count * PAGE, reserve_only=True)
-        memory.gather([source.address + index * PAGE for index in chosen], target.address)
-    check(
-        "gather keeps the physical pages", pfns(target.address, count) == [frames[index] for index in chosen]
-    )
+        memory.gather([address for address, _ in chosen], target.address)
+    check("gather keeps the physical pages", pfns(target.address, count) == [frame for _, frame in chosen])
     return target
 
 

@@ -9,7 +9,6 @@ import os
 import resource
 import shutil
 import signal
-import struct
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -309,8 +308,7 @@ def test_a_series_leaves_a_record_that_needs_repair_alone(fake: Fake, tmp_path: 
         verbs.Device("fake0") as device,
         device.pd() as pd,
     ):
-        sequence, size, _ = struct.unpack_from("=QQQ", writer._shared)
-        struct.pack_into("=QQQ", writer._shared, 0, sequence, size, 1)
+        writer._cells[0] |= 2
         os.write(writer._fd, b'{"seq":1,"t":0')
         end, _ = run_series(pd, writer, 1)
         assert (end.where, fake.regions) == ("repair", 0)

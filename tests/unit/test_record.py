@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -88,20 +89,60 @@ def test_killed_writers_leave_whole_lines(writer: RecordWriter) -> None:
     assert read_record(writer.path).problems == []
 
 
-def test_a_writer_killed_in_the_middle_is_put_right(writer: RecordWriter) -> None:
-    """The two half-done states that a kill can leave, planted: line written but not counted, line cut."""
-    writer.event("note", text="one", stand_in=None)
-    whole, count = writer.path.stat().st_size, writer._shared
-    from regrepro.record import _SHARED
+class _Killed(BaseException):
+    """The writer is killed here."""
 
-    for left, expected in ((b'{"seq":2,"t":1.0,"event":"step","name":"a"}\n', 3), (b'{"seq":4,"t', 4)):
-        before = writer.path.stat().st_size
-        with writer.path.open("ab") as file:
-            file.write(left)
-        _SHARED.pack_into(count, 0, expected - (2 if left.endswith(b"\n") else 1), before, 1)
-        assert writer.event("note", text="next", stand_in=None) == expected
-    assert whole < writer.path.stat().st_size
-    assert [event["seq"] for event in read_record(writer.path).events] == [1, 2, 3, 4]
+
+class _Dying:
+    """The cells that writers share, and the file, up to a kill after `left` stores and parts of a line."""
+
+    def __init__(self, writer: RecordWriter, left: int) -> None:
+        self.cells, self.left = writer._cells, left
+
+    def _live(self) -> None:
+        if not self.left:
+            raise _Killed
+        self.left -= 1
+
+    def __getitem__(self, index: int) -> int:
+        return self.cells[index]
+
+    def __setitem__(self, index: int, value: int) -> None:
+        self._live()
+        self.cells[index] = value
+
+    def write(self, fd: int, line: bytes) -> int:
+        for part in (line[:4], line[4:-1], line[-1:]):
+            self._live()
+            _WRITE(fd, part)
+        return len(line)
+
+
+_WRITE = os.write
+
+
+def test_a_writer_killed_anywhere_is_put_right(writer: RecordWriter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kill between any two steps of one line, and of the repair after an earlier kill."""
+    texts, lines = [], 0
+    for steps in range(20):
+        for steps_of_repair in range(4):
+            cells = writer._cells
+            for left in (steps, steps_of_repair):
+                dying = _Dying(writer, left)
+                with monkeypatch.context() as patch:
+                    patch.setattr(writer, "_cells", dying)
+                    patch.setattr(os, "write", dying.write)
+                    with contextlib.suppress(_Killed):
+                        writer.event("note", text=f"dies after {left}", stand_in=None)
+            assert writer._cells is cells
+            texts.append(f"lives {steps} {steps_of_repair}")
+            writer.event("note", text=texts[-1], stand_in=None)
+    writer.event("run-end", outcome="finished")
+    record = read_record(writer.path)
+    assert record.problems == []
+    lines = [event["text"] for event in record.of("note")]
+    assert [text for text in lines if text.startswith("lives")] == texts
+    assert len(lines) > len(texts)  # some of those killed had their line
 
 
 def test_a_full_disk_leaves_no_partial_line(tmp_path: Path) -> None:
