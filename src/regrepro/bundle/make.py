@@ -267,9 +267,11 @@ def _listing(bundle: Bundle) -> str:
             "",
             "Looked for, by form or by label: host names, user names, serial numbers, GUIDs, UUIDs, MAC, "
             "IP and mail",
-            "addresses, paths below home directories, command lines. A private name that has neither form "
-            "nor label",
-            "cannot be found: look through the files before you pass them on.",
+            "addresses, paths below home directories, command lines; of a process that watch followed also "
+            "its program,",
+            "job, control group, container and mapped files. A private name that has neither form nor label "
+            "cannot be",
+            "found: look through the files before you pass them on.",
         ]
     else:
         lines.append("Nothing was replaced: this bundle was made with --no-redact.")

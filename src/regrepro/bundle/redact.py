@@ -1,9 +1,11 @@
 """Private details out of texts and records: found by their form or their label, replaced consistently.
 
 Replaced are host names, serial numbers, GUIDs and UUIDs, MAC and IP addresses, mail addresses, user names,
-paths in home directories, and command lines. A name that is found once, by its label (`Hostname: …`,
-`/home/NAME`), is replaced wherever it stands as a word, in every file. What has neither form nor label (a
-project's name in a kernel message) cannot be found; the listing says so.
+paths in home directories, and command lines; of a process that `watch` followed also its program's name, its
+job, its control group and container, the paths of its mappings, and variables that are no mere number. A name
+that is found once, by its label (`Hostname: …`, `/home/NAME`), is replaced wherever it stands as a word, in
+every file. What has neither form nor label (a project's name in a kernel message) cannot be found; the
+listing says so.
 """
 
 from __future__ import annotations
@@ -15,7 +17,23 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-KINDS = ("host", "user", "serial", "guid", "uuid", "mac", "ip", "mail", "path", "command")
+KINDS = (
+    "host",
+    "user",
+    "serial",
+    "guid",
+    "uuid",
+    "mac",
+    "ip",
+    "mail",
+    "path",
+    "command",
+    "program",
+    "job",
+    "cgroup",
+    "container",
+    "value",
+)
 
 # Names that say nothing of anybody, and words that a record is full of: never replaced as words.
 _COMMON = frozenset(
@@ -164,6 +182,23 @@ PROTECTED = frozenset(
 _HOST_KEYS = frozenset({"hostname", "nodename", "node_desc"})
 _COMMAND_KEYS = frozenset({"cmdline", "command_line", "argv", "boot-arguments"})
 _PATH_KEYS = frozenset({"file", "kernel_image", "out"})
+_MAPPING_KEYS = frozenset({"vma", "mappings", "copies"})  # lines of /proc/PID/maps; files that are mapped
+
+# Of a process that `watch` followed (docs/record.md). Names of programs that many have are not private.
+_PROGRAM = re.compile(
+    r"python[\d.]*|pt_main_thread|pt_[a-z_]+|java|julia|mpirun|mpiexec|orted|prted|ib_[a-z_]+|ibv_[a-z_]+|"
+    r"rping|NCCL[\w ]*|cuda[\w-]*|ucx_perftest|[a-z_]+_perf|nvidia-[a-z-]+|regrepro"
+)
+_JOB = re.compile(r"JOB|ARRAY_TASK|STEP")
+_NUMBERS = re.compile(r"[\d,.-]*")
+_DEVICES = frozenset({"CUDA_VISIBLE_DEVICES", "NCCL_IB_HCA", "NCCL_DMABUF_ENABLE", "NCCL_NET_GDR_LEVEL"})
+_MAPPED = re.compile(r"(?<![\w.~\]])/\S.*$")  # the path at the end of a line
+# Where what every node has lies; below, only the file's own name can be private.
+_PUBLIC = re.compile(
+    r"/(?:usr/(?:lib|lib32|lib64|bin|libexec)|lib|lib64|lib32|bin|dev/infiniband|proc/\d+/fd)/[^\n]*|/dev/nvidia[^/\n]*|"
+    r"/dev/zero[^/\n]*|/SYSV[^/\n]*|/anon_hugepage[^/\n]*"
+)
+_SHARED = re.compile(r"(/memfd:|/dev/shm/|/dev/hugepages/|/dev/)(.*?)((?: \(deleted\))?)")
 
 
 @dataclass
@@ -207,8 +242,10 @@ class Redactor:
             for item in value:
                 self.learn_json(item, key)
         elif isinstance(value, str):
-            if key in _HOST_KEYS:
+            if key in _HOST_KEYS or (key == "MASTER_ADDR" and value.strip("[]") not in ("127.0.0.1", "::1")):
                 self._learn_host(value)
+            elif key == "SLURM_JOB_NAME" and not _PROGRAM.fullmatch(value):
+                self._learn("job", value)
             elif key not in PROTECTED:
                 self.learn_text(f"{key}: {value}")
 
@@ -247,6 +284,10 @@ class Redactor:
 
     def _value(self, value: Any, key: str) -> Any:
         if isinstance(value, dict):
+            if key == "watched":
+                return self._watched(value)
+            if key == "not_followed":  # copies of libibverbs by their paths
+                return {self._all(self._mapped(name)): self._all(str(item)) for name, item in value.items()}
             return {name: self._value(item, str(name)) for name, item in value.items()}
         if isinstance(value, list):
             return [self._value(item, key) for item in value]
@@ -258,7 +299,54 @@ class Redactor:
             return self._command(value)
         if key in _PATH_KEYS and "/" in value:
             return self._path(value)
+        if key in _MAPPING_KEYS:
+            return self._all(self._mapped(value))
+        if key == "comm":
+            return self._program(value)
         return self._all(value)
+
+    def _watched(self, facts: dict[str, Any]) -> dict[str, Any]:
+        """A process of somebody's: what it was for is nobody's business, what it was allowed stays."""
+        clean: dict[str, Any] = {}
+        for name, item in facts.items():
+            if name == "cmdline" and isinstance(item, str) and item:
+                clean[name] = f"[{self._put('command', item)}: {len(item.split())} words]"
+            elif name == "cgroup" and isinstance(item, str) and item.strip("/"):
+                clean[name] = f"/{self._put('cgroup', item)}"
+            elif name == "container" and isinstance(item, dict) and isinstance(item.get("id"), str):
+                clean[name] = {**item, "id": self._put("container", item["id"])}
+            elif name == "rank" and isinstance(item, dict):
+                clean[name] = {variable: self._variable(variable, value) for variable, value in item.items()}
+            else:
+                clean[name] = self._value(item, name)
+        return clean
+
+    def _variable(self, name: str, value: Any) -> Any:
+        """A variable of a parallel job: ranks, sizes and devices matter, a job's name and number do not."""
+        if not isinstance(value, str) or not value:
+            return value
+        if _JOB.search(name):
+            return self._put("job", value)
+        if name in _DEVICES or (name != "MASTER_ADDR" and _NUMBERS.fullmatch(value)):
+            return self._all(value)
+        shown = self._all(value)
+        return shown if shown != value else self._put("host" if name == "MASTER_ADDR" else "value", value)
+
+    def _program(self, name: str) -> str:
+        return name if not name or _PROGRAM.fullmatch(name) else self._put("program", name)
+
+    def _mapped(self, line: str) -> str:
+        """Hide the path in a line of /proc/PID/maps, or a path alone, unless every node has it."""
+        found = _MAPPED.search(line)
+        if found is None or _PUBLIC.fullmatch(found[0]):
+            return line
+        shared = _SHARED.fullmatch(found[0])
+        if shared:
+            return f"{line[: found.start()]}{shared[1]}{self._put('path', shared[2])}{shared[3]}"
+        path, deleted, of = re.fullmatch(r"(.*?)( \(deleted\))?( of \d+)?", found[0]).groups()  # type: ignore[union-attr]
+        head, _, last = path.rpartition("/")
+        shown = last if re.match(r"lib\w+\.so", last) else self._put("path", last)
+        return f"{line[: found.start()]}/{self._put('path', head)}/{shown}{deleted or ''}{of or ''}"
 
     def _all(self, text: str) -> str:
         for pattern in _COMMANDS:
