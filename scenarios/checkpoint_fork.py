@@ -1,6 +1,6 @@
 """Checkpointing as an amplifier: rates of failure with each part of it, and then the proof of one."""
 
-from regrepro import Stage, change, scenario
+from regrepro import Size, Stage, change, scenario
 from regrepro.stage import checkpoint
 
 
@@ -17,12 +17,12 @@ from regrepro.stage import checkpoint
     timeout=3600,
     options={
         "rounds": 100,
-        "length": 32 << 10,
+        "length": Size(32 << 10),
         "fill_percent": 20,
-        "spread": 16 << 20,
+        "spread": Size(16 << 20),
         "workers": 2,
-        "written": 2 << 20,
-        "page_cache": 5 << 20,
+        "written": Size(2 << 20),
+        "page_cache": Size(5 << 20),
     },
 )
 def checkpoint_fork(stage: Stage) -> None:

@@ -1,6 +1,6 @@
 """The path of the write-up: memory that CUDA itself allocated and pinned, registered with the RDMA card."""
 
-from regrepro import Stage, change, scenario
+from regrepro import Size, Stage, change, scenario
 
 
 @scenario(
@@ -14,7 +14,7 @@ from regrepro import Stage, change, scenario
     controls={"no-cuda": change(pin="none"), "ordinary-memory": change(place="ordinary")},
     profiles=("node",),
     timeout=240,
-    options={"length": 512 << 10},
+    options={"length": Size(512 << 10)},
 )
 def cuda_host_alloc_then_register(stage: Stage) -> None:
     """Register memory of cudaHostAlloc; then cudaFreeHost, the pages kept, and register them again."""

@@ -1,6 +1,6 @@
 """More pages than one call of an old kernel takes."""
 
-from regrepro import Stage, change, scenario
+from regrepro import Size, Stage, change, scenario
 
 
 @scenario(
@@ -14,7 +14,7 @@ from regrepro import Stage, change, scenario
     controls={"no-pin": change(pin="none"), "ordinary-memory": change(place="ordinary")},
     profiles=("node",),
     timeout=240,
-    options={"length": 64 << 20},
+    options={"length": Size(64 << 20)},
 )
 def cuda_host_register_large(stage: Stage) -> None:
     """Register a large buffer that cudaHostRegister has pinned."""

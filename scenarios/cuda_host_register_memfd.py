@@ -1,6 +1,6 @@
 """Shared memory without a name: a memfd that CUDA pins."""
 
-from regrepro import Stage, change, scenario
+from regrepro import Size, Stage, change, scenario
 
 
 @scenario(
@@ -14,7 +14,7 @@ from regrepro import Stage, change, scenario
     controls={"no-pin": change(pin="none"), "ordinary-memory": change(place="ordinary")},
     profiles=("node",),
     timeout=240,
-    options={"length": 32 << 10},
+    options={"length": Size(32 << 10)},
 )
 def cuda_host_register_memfd(stage: Stage) -> None:
     """Register a memfd that cudaHostRegister has pinned."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from regrepro import Stage, instead, scenario
+from regrepro import Size, Stage, instead, scenario
 
 
 @scenario(
@@ -14,7 +14,7 @@ from regrepro import Stage, instead, scenario
     controls={"host-memory": instead("no_pin")},
     profiles=("node",),
     timeout=120,
-    options={"length": 4 << 20, "vmm": False},
+    options={"length": Size(4 << 20), "vmm": False},
 )
 def gpu_buffer_dmabuf(stage: Stage) -> None:
     """Export GPU memory as a dma-buf and register it."""

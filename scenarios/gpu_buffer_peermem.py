@@ -1,6 +1,6 @@
 """GPU memory by peer memory: the older path, through nvidia-peermem."""
 
-from regrepro import Stage, instead, scenario
+from regrepro import Size, Stage, instead, scenario
 
 
 @scenario(
@@ -10,7 +10,7 @@ from regrepro import Stage, instead, scenario
     controls={"host-memory": instead("no_pin")},
     profiles=("node",),
     timeout=120,
-    options={"length": 4 << 20},
+    options={"length": Size(4 << 20)},
 )
 def gpu_buffer_peermem(stage: Stage) -> None:
     """Register a GPU address as if it were memory; nvidia-peermem answers for its pages."""

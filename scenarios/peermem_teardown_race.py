@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from regrepro import Stage, instead, scenario
+from regrepro import Size, Stage, instead, scenario
 
 _WHY = (
     "it frees GPU memory while it is registered; a vulnerable nvidia-peermem answers with a use after free, "
@@ -19,7 +19,7 @@ _WHY = (
     controls={"host-memory": instead("no_pin")},
     profiles=(),
     timeout=300,
-    options={"may_corrupt_the_kernel": False, "rounds": 100, "length": 4 << 20},
+    options={"may_corrupt_the_kernel": False, "rounds": 100, "length": Size(4 << 20)},
 )
 def peermem_teardown_race(stage: Stage) -> None:
     """Free GPU memory and deregister it at the same moment, again and again; only with its flag."""

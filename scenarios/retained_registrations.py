@@ -1,6 +1,6 @@
 """Many registrations that stay: each takes its pages out of unpinnable memory, while there is other."""
 
-from regrepro import Stage, change, scenario
+from regrepro import Size, Stage, change, scenario
 
 
 @scenario(
@@ -14,7 +14,7 @@ from regrepro import Stage, change, scenario
     controls={"no-pin": change(pin="none"), "ordinary-memory": change(place="ordinary")},
     profiles=(),
     timeout=900,
-    options={"count": 32, "length": 1 << 20, "cuda_pressure": 0},
+    options={"count": 32, "length": Size(1 << 20), "cuda_pressure": Size(0)},
 )
 def retained_registrations(stage: Stage) -> None:
     """Register COUNT ranges of LENGTH bytes and keep them: pinned by CUDA, then released."""

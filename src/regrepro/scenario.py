@@ -95,6 +95,13 @@ Value = bool | int | str
 """A value of a scenario's own option. Sizes are whole numbers of bytes."""
 
 
+class Size(int):
+    """The default of an option that is a size in bytes: `options={"length": Size(4096)}`.
+
+    It takes `--option length=64K`; an option whose default is a plain number is a count, and takes digits.
+    """
+
+
 @dataclass(frozen=True)
 class Scenario:
     """A scenario as declared. Calling it runs its body."""
@@ -195,11 +202,28 @@ def _option_value(what: str, text: str, default: Value | tuple[str, ...]) -> Val
         if text.lower() not in ("true", "yes", "1", "false", "no", "0"):
             raise UsageError(f"{what}={text} is neither true nor false", hint=f"write {what}=true")
         return text.lower() in ("true", "yes", "1")
+    if isinstance(default, Size):
+        return _size_of(what, text)
     if isinstance(default, int):
-        return 0 if text == "0" else parse_size(text)
+        if not re.fullmatch(r"[0-9]{1,18}", text):
+            raise UsageError(
+                f"{what}={text} is no whole number", hint=f"write digits, such as {what}={default}"
+            )
+        return int(text)
     if isinstance(default, tuple) and text not in default:
         raise UsageError(f"{what}={text} is not known", hint=_suggest(text, default))
     return text
+
+
+def _size_of(what: str, text: str) -> int:
+    if text == "0":
+        return 0
+    try:
+        return parse_size(text)
+    except UsageError:
+        raise UsageError(
+            f"{what}={text} is no size", hint=f"write a number with K, M, G or T, such as {what}=4M"
+        ) from None
 
 
 def check_options(scenarios: Iterable[Scenario], given: Iterable[str]) -> None:
@@ -231,8 +255,9 @@ def scenario(*args: Any, **declaration: Any) -> Callable[[Callable[[Stage], None
     `kernel>=5.13`). `expects`: by the contract of the run's pin, see `Expectation`. `controls`: name →
     `change(…)` or `instead(…)`, at least one. `profiles`: which of `default`, `node`, `faults` it belongs to
     (may be empty).
-    `timeout`: seconds. `options`: the scenario's own, name → default: true or false, a whole number, a word,
-    or a tuple of words of which the first is the default. `stage.option(NAME)` reads one, `--option` sets it.
+    `timeout`: seconds. `options`: the scenario's own, name → default: true or false, a whole number (a
+    count), `Size(…)` (bytes), a word, or a tuple of words of which the first is the default.
+    `stage.option(NAME)` reads one, `--option` sets it.
     """
     if args:
         file, line = _caller()
@@ -319,16 +344,16 @@ def _declare(body: Callable[[Stage], None], given: Mapping[str, Any]) -> Scenari
 
     options = given.get("options", {})
     if not isinstance(options, Mapping):
-        raise wrong("options", "options is no mapping", 'write options={"length": 4096}')
+        raise wrong("options", "options is no mapping", 'write options={"rounds": 10}')
     for option, default in options.items():
         words = isinstance(default, tuple) and default and all(isinstance(word, str) for word in default)
         if not isinstance(option, str) or not option.isidentifier():
-            raise wrong("options", f"{option!r} is no name for an option", 'write it like "length"')
+            raise wrong("options", f"{option!r} is no name for an option", 'write it like "rounds"')
         if not words and not isinstance(default, (bool, int, str)):
             raise wrong(
                 "options",
                 f"option {option} has the default {default!r}",
-                "give it true or false, a whole number, a word or a tuple of words",
+                "give it true or false, a whole number, Size(…), a word or a tuple of words",
             )
 
     summary = (inspect.getdoc(body) or "").strip().split("\n")[0]

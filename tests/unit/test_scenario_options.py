@@ -10,14 +10,14 @@ from regrepro.errors import UsageError
 from regrepro.options import RunOptions
 from regrepro.scenario import Scenario, ScenarioFileError, check_options, load_file
 
-TEXT = '''from regrepro import Stage, change, scenario
+TEXT = '''from regrepro import Size, Stage, change, scenario
 
 
 @scenario(
     shows="section 8",
     expects={"pin": "reproduced"},
     controls={"no-pin": change(pin="none")},
-    options={"length": 4096, "gdr": True, "name": "x", "process": ("same", "multi")},
+    options={"length": Size(4096), "rounds": 10, "gdr": True, "name": "x", "process": ("same", "multi")},
 )
 def mine(stage: Stage) -> None:
     """Have options."""
@@ -32,13 +32,26 @@ def mine(tmp_path: Path) -> Scenario:
 
 
 def test_defaults_are_declared(mine: Scenario) -> None:
-    assert mine.option_values(()) == {"length": 4096, "gdr": True, "name": "x", "process": "same"}
+    assert mine.option_values(()) == {
+        "length": 4096,
+        "rounds": 10,
+        "gdr": True,
+        "name": "x",
+        "process": "same",
+    }
     assert mine.declared()["options"]["process"] == "same"
 
 
 def test_values_take_the_kind_of_their_default(mine: Scenario) -> None:
-    given = ["length=2M", "gdr=no", "mine.process=multi", "other.name=y"]
-    assert mine.option_values(given) == {"length": 2 << 20, "gdr": False, "name": "x", "process": "multi"}
+    given = ["length=2M", "rounds=3", "gdr=no", "mine.process=multi", "other.name=y"]
+    assert mine.option_values(given) == {
+        "length": 2 << 20,
+        "rounds": 3,
+        "gdr": False,
+        "name": "x",
+        "process": "multi",
+    }
+    assert mine.option_values(["length=0", "rounds=0"])["length"] == 0
 
 
 @pytest.mark.parametrize(
@@ -47,7 +60,14 @@ def test_values_take_the_kind_of_their_default(mine: Scenario) -> None:
         ("lenght=1", "did you mean 'length'"),
         ("other.length=1", "no option of the scenarios"),
         ("length", "sets nothing"),
-        ("length=many", "is no size"),
+        (
+            "length=many",
+            r"length=many is no size \(write a number with K, M, G or T, such as --option length=4M",
+        ),
+        ("rounds=many", r"rounds=many is no whole number \(write digits, such as --option rounds=10"),
+        ("rounds=2M", "is no whole number"),
+        ("rounds=-1", "is no whole number"),
+        (f"rounds={'9' * 5000}", "is no whole number"),
         ("gdr=maybe", "neither true nor false"),
         ("process=both", "is not known"),
     ],

@@ -14,6 +14,7 @@ import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from regrepro.scenario import Size
 from regrepro.stage.backend import PAGE_SIZE
 from regrepro.stage.cuda_memory import no_dmabuf, no_peer_memory
 
@@ -146,9 +147,9 @@ OPTIONS: dict[str, Any] = {
     "process": ("same", "multi"),
     "go_on": False,
     "arch": ("auto", "x86-64", "arm64"),
-    "ll_size": 0,
-    "ll128_size": 0,
-    "simple_size": 0,
+    "ll_size": Size(0),
+    "ll128_size": Size(0),
+    "simple_size": Size(0),
 }
 """The options of a scenario that makes connections; a size of 0 is NCCL's default."""
 
