@@ -10,6 +10,7 @@ from importlib import resources
 from regrepro.report import picture, policy
 from regrepro.report.model import Finding, Report
 from regrepro.report.steps import LETTERS, Moment
+from regrepro.views.rates import HEAD
 
 _STYLE = {
     "reproduced": "bad",
@@ -132,6 +133,9 @@ def _finding(n: int, finding: Finding) -> Iterator[str]:
     if finding.policy:
         yield "<h3>What the page allocator handed out</h3>"
         yield from policy.render(finding.policy)
+    if finding.rates:
+        yield "<h3>Registrations that failed, by setting</h3>"
+        yield _table(HEAD, [tuple(map(_e, rate.cells)) for rate in finding.rates])
     if len(finding.trials) > 1:
         yield "<h3>The same steps, one thing changed</h3>"
         held = {None: "", True: "yes", False: "<b>NO</b>"}

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from regrepro.report.model import Finding, Report
 from regrepro.report.text import picture
+from regrepro.views.rates import HEAD
 
 
 def render(report: Report) -> str:
@@ -76,6 +77,10 @@ def _finding(finding: Finding) -> Iterator[str]:
         yield ""
     if finding.moments:
         yield from _fenced(picture(finding.moments))
+    if finding.rates:
+        yield "Registrations that failed, by setting:"
+        yield ""
+        yield from _table(HEAD, [rate.cells for rate in finding.rates])
     if len(finding.trials) > 1:
         head = ("pass", "changed", "pages", "pin", "result", "moved", "as it must be")
         held = {None: "", True: "yes", False: "**no**"}

@@ -12,6 +12,7 @@ from regrepro.report.steps import Moment, Pass, Reader, Step, passes
 from regrepro.views import words
 from regrepro.views.picture import Picture, pictures
 from regrepro.views.policy import Point, points
+from regrepro.views.rates import Rate, rates
 
 TITLES = {
     "reproduced": "the bug was reproduced",
@@ -76,6 +77,7 @@ class Finding:
     moments: list[Moment] = field(default_factory=list)
     picture: Picture | None = None
     policy: list[Point] = field(default_factory=list)
+    rates: list[Rate] = field(default_factory=list)
     trials: list[Trial] = field(default_factory=list)
     evidence: list[tuple[str, str, str, str]] = field(default_factory=list)
     checks: list[tuple[str, str, str]] = field(default_factory=list)
@@ -126,11 +128,12 @@ def build(run: Run) -> Report:
     reader = Reader()
     findings = [_finding(item, found, reader) for item in items]
     drawn = {(one.scenario, one.variant): one for one in pictures(run.record.events)}
-    measured = points(run.record.events)
+    measured, counted = points(run.record.events), rates(run.record.events)
     for finding in findings:
         key = (str(finding.item.get("scenario")), str(finding.item.get("variant", "default")))
         finding.picture = drawn.get(key)
         finding.policy = measured.get(key, [])
+        finding.rates = counted.get(key, [])
     main = headline(items)
     steps = [(_pass_name(one), step) for one in found for step in reader.steps(one)]
     problems = [str(text) for text in words.list_of(run.verdicts.get("problems"))] + run.problems
@@ -522,6 +525,27 @@ def _trial(one: Pass, item: Mapping[str, Any], reader: Reader) -> Trial:
 # Facts and gaps
 
 
+def _gpu(events: Sequence[Mapping[str, Any]]) -> str:
+    """What CUDA told of the GPU and itself, and who told it; empty where only a stand-in was asked."""
+    for event in events:
+        gpu, versions = words.mapping_of(event.get("gpu")), words.mapping_of(event.get("cuda_versions"))
+        if event.get("name") != "cuda-memory" or event.get("stand_in") or not gpu:
+            continue
+        told = [str(gpu.get("name"))]
+        if isinstance(gpu.get("memory"), int):
+            told.append(format_size(gpu["memory"]))
+        capability = [gpu.get(f"compute_capability_{part}") for part in ("major", "minor")]
+        if all(isinstance(part, int) for part in capability):
+            told.append("compute capability " + ".".join(map(str, capability)))
+        place = [gpu.get(f"pci_{part}_id") for part in ("domain", "bus", "device")]
+        if all(isinstance(part, int) for part in place):
+            told.append("PCI " + ":".join(f"{part:0{n}x}" for part, n in zip(place, (4, 2, 2), strict=True)))
+        told += [f"CUDA {key} {versions.get(key) or 'of unknown version'}" for key in ("runtime", "driver")]
+        sources = ", and ".join(str(source) for source in words.mapping_of(event.get("gpu_sources")))
+        return ", ".join(told) + (f" (told by {sources})" if sources else "")
+    return ""
+
+
 def _facts(header: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
     node, lab = words.mapping_of(header.get("node")), words.mapping_of(header.get("lab"))
     run, limits = words.mapping_of(header.get("run")), words.mapping_of(node.get("limits"))
@@ -543,6 +567,9 @@ def _facts(header: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> It
     if isinstance(node.get("memory_total"), int):
         yield "memory", format_size(node["memory_total"])
     yield "NVIDIA driver", str(node.get("nvidia_driver") or "none")
+    gpu = _gpu(events)
+    if gpu:
+        yield "GPU", gpu
     for key, value in words.mapping_of(node.get("rdma")).items():
         yield f"RDMA, {key}", words.plain(value)
     yield "boot arguments of interest", " ".join(boot_of(header)) or "none"

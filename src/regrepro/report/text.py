@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from regrepro.report.model import Finding, Report
 from regrepro.report.steps import LETTERS, Moment
-from regrepro.views import policy
+from regrepro.views import policy, rates
 from regrepro.views.picture import as_text, legend
 
 WIDTH = 76
@@ -84,6 +84,10 @@ def _finding(finding: Finding) -> Iterator[str]:
     if finding.policy:
         yield ""
         yield from policy.as_text(finding.policy, WIDTH)
+    if finding.rates:
+        yield ""
+        yield "Registrations that failed, by setting (95 % interval):"
+        yield from rates.as_text(finding.rates, WIDTH)
     if len(finding.trials) > 1:
         yield ""
         yield "The same steps, one thing changed:"

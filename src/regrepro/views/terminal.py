@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
-from regrepro.views import picture, policy, words
+from regrepro.views import picture, policy, rates, words
 
 Segment = tuple[str, str]
 Line = list[Segment]
@@ -244,11 +244,15 @@ def _proof(item: Mapping[str, Any], width: int) -> list[Line]:
 
 
 def _drawn(events: Iterable[Mapping[str, Any]], width: int) -> dict[tuple[str, str], list[Line]]:
-    """What can be drawn of each scenario: its buffer, and what the page allocator did."""
+    """What can be drawn of each scenario: its buffer, what the page allocator did, rates that it counted."""
     found = {(item.scenario, item.variant): _picture(item, width) for item in picture.pictures(events)}
     for key, its in policy.points(events).items():
         rows: list[Line] = [[*_label("policy", 10), ("what the page allocator handed out", "")]]
         rows += [[("    ", ""), (row, "")] for row in policy.as_text(its, width - 4)]
+        found[key] = rows + found.get(key, [])
+    for key, counted in rates.rates(events).items():
+        rows = [[*_label("rates", 10), ("registrations that failed, by setting (95 % interval)", "")]]
+        rows += [[("    ", ""), (row, "")] for row in rates.as_text(counted, width - 4)]
         found[key] = rows + found.get(key, [])
     return found
 
