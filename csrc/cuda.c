@@ -82,6 +82,7 @@ struct rr_cuda {
 	int (*cu_device_get)(int *device, int ordinal);
 	int (*cu_device_get_attribute)(int *value, int attribute, int device);
 	int (*cu_device_get_name)(char *name, int size, int device);
+	int (*cu_device_total_mem)(size_t *bytes, int device);
 	int (*cu_mem_get_allocation_granularity)(size_t *granularity, const struct cu_allocation_prop *prop, int option);
 	int (*cu_mem_create)(uint64_t *handle, size_t length, const struct cu_allocation_prop *prop, uint64_t flags);
 	int (*cu_mem_release)(uint64_t handle);
@@ -128,6 +129,7 @@ static const struct entry_point driver_entries[] = {
 	ENTRY("cuDeviceGet", cu_device_get),
 	ENTRY("cuDeviceGetAttribute", cu_device_get_attribute),
 	ENTRY("cuDeviceGetName", cu_device_get_name),
+	ENTRY("cuDeviceTotalMem_v2", cu_device_total_mem),
 	ENTRY("cuMemGetAllocationGranularity", cu_mem_get_allocation_granularity),
 	ENTRY("cuMemCreate", cu_mem_create),
 	ENTRY("cuMemRelease", cu_mem_release),
@@ -426,6 +428,25 @@ int rr_cu_device_name(struct rr_cuda *cuda, int device, char *name, size_t size)
 		return error;
 	error = cuda->cu_device_get_name(name, (int)size, handle);
 	name[size - 1] = '\0';
+	return error;
+}
+
+int rr_cu_device_memory(struct rr_cuda *cuda, int device, uint64_t *bytes)
+{
+	size_t size = 0;
+	int handle = 0, error;
+
+	*bytes = 0;
+	if (!cuda->cu_init || !cuda->cu_device_get || !cuda->cu_device_total_mem)
+		return -ENOSYS;
+	error = cuda->cu_init(0);
+	if (error)
+		return error;
+	error = cuda->cu_device_get(&handle, device);
+	if (error)
+		return error;
+	error = cuda->cu_device_total_mem(&size, handle);
+	*bytes = size;
 	return error;
 }
 

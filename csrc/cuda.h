@@ -67,5 +67,7 @@ int rr_cu_vmm_free(struct rr_cuda *cuda, const struct rr_cuda_vmm *vmm);
 int rr_cu_dmabuf_fd(struct rr_cuda *cuda, uint64_t address, size_t length, uint64_t flags, int *fd);
 /* The device's name, cut to what fits; always ends with a 0. */
 int rr_cu_device_name(struct rr_cuda *cuda, int device, char *name, size_t size);
+/* Bytes of memory on the device. */
+int rr_cu_device_memory(struct rr_cuda *cuda, int device, uint64_t *bytes);
 int rr_cu_device_attribute(struct rr_cuda *cuda, int device, int attribute, int *value);
 #endif

@@ -9,9 +9,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import nvidia_files
 import pytest
-
-from regrepro.core import cuda as room
 
 ROOT = Path(__file__).parents[2]
 CSRC = ROOT / "csrc"
@@ -63,12 +62,10 @@ def test_the_stand_in_is_clean(built: tuple[Path, Path]) -> None:
     exercise(program, [str(stand_in)])
 
 
-def test_nvidia_s_runtime_is_called_cleanly_and_refuses_by_name(built: tuple[Path, Path]) -> None:
-    if Path("/proc/driver/nvidia/version").exists():
-        pytest.skip("this machine has an NVIDIA driver; this test is about its absence")
-    found = list(room._openable(room.runtime_candidates(), []))
-    if not found:
-        pytest.skip("no libcudart here (pip install nvidia-cuda-runtime nvidia-cuda-runtime-cu12)")
-    for library in found:
-        said = exercise(built[0], [library])
-        assert "cudaHostAlloc: " in said
+@pytest.mark.parametrize("wheel", nvidia_files.RUNTIMES, ids=" ".join)
+def test_nvidia_s_runtime_is_called_cleanly_and_refuses_by_name(
+    built: tuple[Path, Path], wheel: tuple[str, str]
+) -> None:
+    nvidia_files.without_a_driver()
+    said = exercise(built[0], [str(nvidia_files.runtime(*wheel))])
+    assert "cudaHostAlloc: " in said

@@ -12,6 +12,7 @@ import pytest
 from stage_fakes import CMA, FakeBackend, FakePin
 
 from regrepro.core.cuda import CudaError
+from regrepro.core.cuda_properties import Properties
 from regrepro.errors import Unmet, UsageError
 from regrepro.options import RunOptions
 from regrepro.record import RecordWriter, read_record
@@ -75,11 +76,12 @@ class FakeCuda:
     def pointer_attributes(self, address: int) -> Any:
         return SimpleNamespace(type="device", device=0, device_pointer=address, host_pointer=0)
 
-    def versions(self) -> dict[str, str | None]:
-        return {"runtime": None, "driver": None}
-
-    def device_facts(self, gpu: int) -> dict[str, int | str]:
-        return {"name": "made of numbers"}
+    def properties(self, gpu: int) -> Properties:
+        return Properties(
+            {"runtime": None, "driver": None},
+            {"name": "made of numbers"},
+            {"standin:pin": ["runtime", "driver", "name"]},
+        )
 
     def device_attribute(self, name: str, gpu: int) -> int:
         return 0

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 
 from regrepro._core import ffi, lib
+from regrepro.core.cuda_properties import PATH_ATTRIBUTES, Properties, gather
 from regrepro.errors import EnvironmentProblem, UsageError, errno_name
 
 HOST_ALLOC_FLAGS = {"portable": 1, "mapped": 2, "write_combined": 4}
@@ -28,15 +29,6 @@ HOST_REGISTER_FLAGS = {"portable": 1, "mapped": 2, "io_memory": 4, "read_only": 
 
 MEMORY_TYPES = {0: "unregistered", 1: "host", 2: "device", 3: "managed"}
 """enum cudaMemoryType."""
-
-DEVICE_ATTRIBUTES = {
-    "gpu_direct_rdma_supported": 116,
-    "dma_buf_supported": 124,
-    "virtual_memory_management_supported": 102,
-    "gpu_direct_rdma_with_cuda_vmm_supported": 110,
-    "host_register_supported": 99,
-}
-"""enum CUdevice_attribute, the values that decide which registration path a buffer can take."""
 
 STAND_IN_MODES = ("standin:pin", "standin:longterm")
 MODES = ("auto", "real", *STAND_IN_MODES, "none")
@@ -136,6 +128,7 @@ class Cuda:
         self.driver_path = driver
         self.mode = mode
         self.stand_in: str | None = None
+        self._properties: dict[int, Properties] = {}
         if lib.rr_cuda_stand_in(self._handle) != ffi.NULL:
             longterm = mode == "standin:longterm"
             self._check(lib.rr_cuda_stand_in_contract(self._handle, longterm), "regrepro_standin_contract")
@@ -207,30 +200,34 @@ class Cuda:
         """Make `device` current for this thread."""
         self._check(lib.rr_cuda_set_device(self._handle, device), "cudaSetDevice")
 
-    def device_facts(self, device: int = 0) -> dict[str, int | str]:
-        """Return the device's name and `DEVICE_ATTRIBUTES`; where a value is refused, CUDA's error."""
-        facts: dict[str, int | str] = {}
+    def device_name(self, device: int = 0) -> str:
+        """`cuDeviceGetName`."""
         buffer = ffi.new("char[]", 256)
-        try:
-            self._check(lib.rr_cu_device_name(self._handle, device, buffer, 256), "cuDeviceGetName")
-            facts["name"] = _text(buffer)
-        except CudaError as error:
-            facts["name"] = error.name
-        for name in DEVICE_ATTRIBUTES:
-            try:
-                facts[name] = self.device_attribute(name, device)
-            except CudaError as error:
-                facts[name] = error.name
-        return facts
+        self._check(lib.rr_cu_device_name(self._handle, device, buffer, 256), "cuDeviceGetName")
+        return _text(buffer)
+
+    def device_memory(self, device: int = 0) -> int:
+        """`cuDeviceTotalMem`: bytes of memory on the GPU."""
+        value = ffi.new("uint64_t *")
+        self._check(lib.rr_cu_device_memory(self._handle, device, value), "cuDeviceTotalMem")
+        return int(value[0])
 
     def device_attribute(self, name: str, device: int = 0) -> int:
-        """Value of a device attribute by its name in `DEVICE_ATTRIBUTES`."""
+        """Value of a device attribute by its name in `PATH_ATTRIBUTES`."""
+        return self.attribute(PATH_ATTRIBUTES[name], device)
+
+    def attribute(self, number: int, device: int = 0) -> int:
+        """`cuDeviceGetAttribute`: a device attribute by its number in enum CUdevice_attribute."""
         value = ffi.new("int *")
-        self._check(
-            lib.rr_cu_device_attribute(self._handle, device, DEVICE_ATTRIBUTES[name], value),
-            "cuDeviceGetAttribute",
-        )
+        result = lib.rr_cu_device_attribute(self._handle, device, number, value)
+        self._check(result, "cuDeviceGetAttribute")
         return int(value[0])
+
+    def properties(self, device: int = 0) -> Properties:
+        """What the GPU and the driver say of themselves, and who told it; asked once and kept."""
+        if device not in self._properties:
+            self._properties[device] = gather(self, device)
+        return self._properties[device]
 
     def host_alloc(self, length: int, flags: tuple[str, ...] = ("mapped",)) -> int:
         """`cudaHostAlloc`: return the host address of `length` bytes that CUDA allocated and mapped."""

@@ -364,8 +364,10 @@ class CudaMemory:
             facts |= page_facts(stage._look(buffer, counts=True))
         if cuda is not None:
             facts["pointer"] = self._pointer(cuda, buffer.address)
-            facts["cuda_versions"] = cuda.versions()
-            facts["gpu"] = cuda.device_facts(stage.backend.options.gpu)
+            told = cuda.properties(stage.backend.options.gpu)
+            facts |= {"cuda_versions": told.versions, "gpu": told.device, "gpu_sources": told.sources}
+            if told.cuda_python is not None:
+                facts["cuda_python"] = told.cuda_python
         stage._event(
             "step",
             name="cuda-memory",
