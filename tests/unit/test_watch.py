@@ -312,9 +312,40 @@ def test_copies_are_found_by_what_processes_have_mapped() -> None:
         "7f05-7f06 r-xp 00001000 08:01 13 /usr/lib/libmlx5.so.1\n"
     )
     assert list(copies.mapped_copies(maps)) == [
-        ("/usr/lib/x86_64-linux-gnu/libibverbs.so.1.14.44.0", False),
-        ("/opt/app/libibverbs-1234abcd.so.1", True),
+        copies.Mapped("/usr/lib/x86_64-linux-gnu/libibverbs.so.1.14.44.0", "7f01-7f02"),
+        copies.Mapped("/opt/app/libibverbs-1234abcd.so.1", "7f03-7f04", deleted=True),
     ]
+
+
+def test_a_copy_is_reached_by_its_mapping_or_else_below_the_process_root(tmp_path: Path) -> None:
+    """In a chroot the kernel shows us the path from our root, which is not there below the process' own."""
+    found = copies.system_copies()
+    if not found:
+        pytest.skip("needs libibverbs.so.1: apt-get install libibverbs1")
+    own, deleted, at_root = (tmp_path / f"{name}-libibverbs.so.1" for name in ("own", "deleted", "root"))
+    for path in (own, deleted, at_root):
+        path.write_bytes(found[0].read_bytes())
+    proc = tmp_path / "proc"
+    for pid, path, gone in ((41, own, False), (42, deleted, True), (43, at_root, False), (44, deleted, True)):
+        (proc / str(pid)).mkdir(parents=True)
+        text = (
+            f"00400000-00401000 r-xp 00000000 08:01 {pid} /a/libibverbs.so.1{' (deleted)' if gone else ''}\n"
+        )
+        (proc / str(pid) / "maps").write_text(text)
+        if pid in (41, 42):
+            (proc / str(pid) / "map_files").mkdir()
+            (proc / str(pid) / "map_files" / "400000-401000").symlink_to(path)
+    (proc / "43" / "root" / "a").mkdir(parents=True)
+    (proc / "43" / "root" / "a" / "libibverbs.so.1").symlink_to(at_root)
+    known = copies.Copies(proc)
+    assert [known.look_at(pid) for pid in (41, 42, 43, 44)] == [True, True, True, False]
+    assert (
+        list(known.problems) == ["/a/libibverbs.so.1"] and "deleted" in known.problems["/a/libibverbs.so.1"]
+    )
+    assert {copy.key[1] for copy in known.known.values()} == {
+        path.stat().st_ino for path in (own, deleted, at_root)
+    }
+    known.close()
 
 
 def test_the_default_version_of_a_function_is_the_one_that_programs_call() -> None:
@@ -836,7 +867,9 @@ def test_failures_are_recorded_judged_and_counted(
 def test_what_exceeds_the_rate_is_counted_under_the_layer_of_its_kind(watched: Any) -> None:
     texts = [text for _ in range(30) for text in (*held_pin(), LIBRARY)]
     made, _, out = watched([line(text) for text in texts], each=3, quiet=True)
-    assert made.metrics.total == 30 and made.metrics.suppressed == 27
+    assert made.metrics.suppressed == 27
+    # They came together, before the first was judged.
+    assert made.metrics.failures == {("page-migration", "B likely"): 30}
     (run,) = out.iterdir()
     events = read_record(run).events
     assert sum(event["event"] == "register" for event in events) == 3
@@ -851,6 +884,30 @@ def test_lost_events_are_said_and_spoil_what_is_near(watched: Any) -> None:
     (run,) = out.iterdir()
     (register,) = [event for event in read_record(run).events if event["event"] == "register"]
     assert register["trace"]["status"] == "spoiled"
+
+
+def test_hits_that_the_kernel_missed_are_said_and_spoil_what_is_near(
+    watched: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine.Engine, "missed", lambda _self: 5)
+    made, said, out = watched([line(text) for text in [*held_pin(), LIBRARY]], quiet=True)
+    assert made.metrics.missed == 5 and "the kernel missed 5 hits of probes" in said
+    (run,) = out.iterdir()
+    events = read_record(run).events
+    (register,) = [event for event in events if event["event"] == "register"]
+    assert register["trace"]["status"] == "spoiled" and register["trace"]["misses"] == 5
+    assert [event["hits"] for event in events if event.get("what") == "missed"] == [5]
+    assert "regrepro_watch_missed_hits_total 5" in made.metrics.text()
+
+
+def test_misses_are_those_of_programs_for_probes(tmp_path: Path) -> None:
+    place = tmp_path / "42" / "fdinfo"
+    place.mkdir(parents=True)
+    (place / "3").write_text("pos:\t0\nmap_type:\t1\n")
+    assert engine.missed_hits(42, tmp_path) is None and engine.missed_hits(43, tmp_path) is None
+    for number, (kind, misses) in enumerate([(2, 1), (26, 2), (5, 100), (7, 100)], start=4):
+        (place / str(number)).write_text(f"prog_type:\t{kind}\nrecursion_misses:\t{misses}\nx:\t1\n")
+    assert engine.missed_hits(42, tmp_path) == 3
 
 
 def test_a_bpftrace_that_dies_is_started_anew_and_said(watched: Any) -> None:

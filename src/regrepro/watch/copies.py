@@ -1,7 +1,9 @@
 """Copies of libibverbs on this node: which files processes have mapped, whatever container they live in.
 
-A copy is a file, known by device and inode. Its path leads through /proc/PID/root, so that a container's own
-copy is found, and is held open, so that it can still be attached to when that process is gone.
+A copy is a file, known by device and inode. It is reached by the mapping itself (/proc/PID/map_files), so
+that a container's own copy is found, and one that was deleted or replaced while it runs; where that is not
+allowed, by its path below /proc/PID/root. It is held open, so that it can still be attached to when that
+process is gone.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from regrepro.watch.program import VERBS, Library
 
 PROC = Path("/proc")
 _MAPPING = re.compile(
-    r"^[0-9a-f]+-[0-9a-f]+ ..x. [0-9a-f]+ (?P<device>[0-9a-f]+:[0-9a-f]+) (?P<inode>\d+)\s+"
+    r"^(?P<range>[0-9a-f]+-[0-9a-f]+) ..x. [0-9a-f]+ (?P<device>[0-9a-f]+:[0-9a-f]+) (?P<inode>\d+)\s+"
     r"(?P<path>/\S*libibverbs[^/\s]*\.so[^/]*?)(?P<gone> \(deleted\))?$",
     re.MULTILINE,
 )
@@ -96,13 +98,30 @@ def verbs_in(blob: bytes) -> dict[str, int]:
     return found
 
 
-def mapped_copies(maps: str) -> Iterator[tuple[str, bool]]:
-    """Yield (path, deleted) of each libibverbs that is mapped to be run, in the text of /proc/PID/maps."""
+@dataclass(frozen=True)
+class Mapped:
+    """A libibverbs that a process has mapped to be run. `path`: as the kernel shows it to us; `range`: as
+    /proc/PID/map_files names the mapping.
+    """
+
+    path: str
+    range: str
+    deleted: bool = False
+
+
+def mapped_copies(maps: str) -> Iterator[Mapped]:
+    """Yield each libibverbs that is mapped to be run, in the text of /proc/PID/maps."""
     seen = set()
     for found in _MAPPING.finditer(maps):
-        if found["path"] not in seen:
-            seen.add(found["path"])
-            yield found["path"], bool(found["gone"])
+        key = found["device"], found["inode"]
+        if key not in seen:
+            seen.add(key)
+            yield Mapped(found["path"], found["range"], bool(found["gone"]))
+
+
+def _without_zeros(span: str) -> str:
+    """map_files names addresses without leading zeros; maps pads them to eight digits."""
+    return "-".join(f"{int(part, 16):x}" for part in span.split("-"))
 
 
 class Copies:
@@ -148,13 +167,21 @@ class Copies:
         except OSError:
             return False  # it is gone, or it is a kernel thread
         new = False
-        for path, deleted in mapped_copies(text):
-            if deleted:
-                # Its path leads to another file, if to any; the mapping itself still leads to it.
-                self.problems.setdefault(path, f"process {pid} runs a copy that was deleted or replaced")
-                continue
-            place = self._proc / str(pid) / "root" / path.lstrip("/")
-            new = self.add_file(place, f"{path} of {pid}", pid) or new
+        for mapped in mapped_copies(text):
+            # A path is as it is seen from the root of its mount namespace, not from a chroot's.
+            base = self._proc / str(pid)
+            place = base / "map_files" / _without_zeros(mapped.range)
+            try:
+                place.stat()
+            except OSError as error:
+                if mapped.deleted:
+                    why = (
+                        f"process {pid} runs a copy that was deleted or replaced ({place}: {error.strerror})"
+                    )
+                    self.problems.setdefault(mapped.path, why)
+                    continue
+                place = base / "root" / mapped.path.lstrip("/")
+            new = self.add_file(place, f"{mapped.path} of {pid}", pid) or new
         return new
 
     def look_everywhere(self) -> bool:

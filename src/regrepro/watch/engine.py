@@ -28,6 +28,8 @@ _MAP_KEYS = "16384"
 _STOP_SECONDS = 10.0
 _LINE_LIMIT = 1 << 20
 _STDERR_KEPT = 50
+_PROBE = re.compile(r"^prog_type:\s+(2|26)$", re.MULTILINE)  # BPF_PROG_TYPE_KPROBE, BPF_PROG_TYPE_TRACING
+_MISSES = re.compile(r"^recursion_misses:\s+(\d+)", re.MULTILINE)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -94,6 +96,24 @@ def require_rights() -> None:
                 "watch runs in a PID namespace of its own and would not find the node's processes",
                 hint="run it on the node itself, or in a container with the node's PIDs (hostPID: true)",
             )
+
+
+def missed_hits(pid: int, proc: Path = Path("/proc")) -> int | None:
+    """Return how many hits of a process' probes the kernel says it missed; None where it does not say.
+
+    It counts them where a program would have interrupted itself or another, since 5.12 for trampolines, since
+    6.7 for kprobes and uprobes (recursion_misses; bpf_prog_show_fdinfo() in kernel/bpf/syscall.c). What a
+    kprobe itself misses (kprobe_profile) is shown of those that tracefs made, which bpftrace's are not.
+    """
+    total, known = 0, False
+    with suppress(OSError):
+        for path in (proc / str(pid) / "fdinfo").iterdir():
+            with suppress(OSError):
+                text = path.read_text()
+                found = _MISSES.search(text)
+                if found and _PROBE.search(text):
+                    total, known = total + int(found[1]), True
+    return total if known else None
 
 
 class Engine:
@@ -167,6 +187,10 @@ class Engine:
             return int(text.split()[1]) * os.sysconf("SC_PAGE_SIZE")
         except (OSError, IndexError, ValueError):
             return 0
+
+    def missed(self) -> int | None:
+        """Return how many hits of its probes the kernel says it missed; None where it does not say."""
+        return missed_hits(self.pid)
 
     def take(self) -> bool:
         """Read what there is; return False at the end of its output."""

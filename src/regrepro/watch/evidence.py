@@ -235,20 +235,29 @@ class Observer:
                 )
         return found
 
-    def trace(self, failure: Failure, lost: int) -> dict[str, Any]:
-        """Return the kernel's account of a failure, as the tracer of `run` would (docs/record.md)."""
+    def trace(self, failure: Failure, lost: int, missed: int | None = None) -> dict[str, Any]:
+        """Return the kernel's account of a failure, as the tracer of `run` would (docs/record.md).
+
+        `lost`: events lost near it; `missed`: hits of probes that the kernel missed near it, None: not told.
+        """
         functions = self._functions
+        why_spoiled = []
+        if lost:
+            why_spoiled.append(f"{lost} events were lost near this failure: what is absent may have happened")
+        if missed:
+            why_spoiled.append(f"{missed} hits of probes were missed near this failure")
         if not failure.function and not failure.inner:
             why = "no handler of the kernel saw the request: libibverbs or the kernel's entry refused it"
             return {
-                "status": "complete" if functions.entries and not lost else "spoiled",
-                "why": why if functions.entries else "the kernel's handlers are not followed",
+                "status": "complete" if functions.entries and not why_spoiled else "spoiled",
+                "why": "; ".join(why_spoiled)
+                or (why if functions.entries else "the kernel's handlers are not followed"),
                 "events": [],
                 "tree": [],
                 "missing": self._missing(),
                 "probed": self._probed(),
                 "probed_failures": self._probed_failures(),
-                "misses": 0,
+                "misses": missed,
                 "overrun": lost,
             }
         inner = [item for item in failure.inner if not self._of_something_else(item)]
@@ -277,16 +286,14 @@ class Observer:
             }
         )
         return {
-            "status": "spoiled" if lost else "complete",
-            "why": f"{lost} events were lost near this failure: what is absent may have happened"
-            if lost
-            else "",
+            "status": "spoiled" if why_spoiled else "complete",
+            "why": "; ".join(why_spoiled),
             "events": events,
             "tree": self._tree(events, failure),
             "missing": self._missing(),
             "probed": self._probed(),
             "probed_failures": self._probed_failures(),
-            "misses": 0,
+            "misses": missed,
             "overrun": lost,
             "flags_source": self._flags.source,
         }

@@ -19,6 +19,7 @@ class Metrics:
     failures: dict[tuple[str, str], int] = field(default_factory=dict)  # (layer, class) → count
     suppressed: int = 0  # failures that were counted and not recorded in full
     lost: int = 0
+    missed: int = 0  # hits of probes
     engine_restarts: int = 0
     attach_failures: int = 0
     copies: int = 0
@@ -28,10 +29,10 @@ class Metrics:
     last_failure: float = 0.0
     registrations: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
 
-    def failed(self, layer: str, bug_class: str = "") -> None:
-        """Count one failure."""
+    def failed(self, layer: str, bug_class: str = "", number: int = 1) -> None:
+        """Count failures."""
         key = layer, bug_class
-        self.failures[key] = self.failures.get(key, 0) + 1
+        self.failures[key] = self.failures.get(key, 0) + number
 
     @property
     def total(self) -> int:
@@ -64,6 +65,7 @@ class Metrics:
         for name, what, value in (
             ("suppressed_total", "Failures that were counted and not recorded in full.", self.suppressed),
             ("lost_events_total", "Events that did not reach watch.", self.lost),
+            ("missed_hits_total", "Hits of probes that the kernel says it missed.", self.missed),
             ("engine_restarts_total", "Times that bpftrace was started anew.", self.engine_restarts),
             (
                 "attach_failures_total",

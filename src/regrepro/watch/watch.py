@@ -96,6 +96,12 @@ class Watch:
         self._done: list[tuple[Failure, Evidence]] = []
         self._layers: dict[Any, tuple[str, str]] = {}
         self._suppressed: dict[tuple[str, str, str], int] = {}
+        self._unjudged: dict[
+            Any, tuple[Failure, int]
+        ] = {}  # counted before the first of their kind was judged
+        self._missed_seen: int | None = None
+        self._missed_near = 0  # within the last look
+        self._missed_due = 0.0
         self._lost_seen = 0
         self._lost_total = 0
         self._lost_at: deque[tuple[float, int]] = deque(maxlen=1000)
@@ -309,6 +315,7 @@ class Watch:
                 time.sleep(1)
             self.metrics.engine_restarts += 1
             self._engine = self._start()
+            self._missed_seen = None
             self.metrics.watching = int(self._engine.attached)
         if self._next is not None:
             if self._next.ended:
@@ -316,8 +323,10 @@ class Watch:
                 self.metrics.attach_failures += 1
                 self._say(f"a new copy of libibverbs could not be followed: {why}")
                 self._tell("copies-not-followed", why=why)
-                self._drop(why)
+                again = self._drop(why)
                 self._drop_next()
+                if again:  # other new ones wait for the same start
+                    self._copies_due = now
             elif not self._cut_ns and self._next.attached:
                 # The new one follows everything; a moment ahead, so that no event falls to both or neither.
                 self._cut_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME) + _TAKE_OVER_NS
@@ -327,6 +336,7 @@ class Watch:
                 engine.correlator.flush()
                 self._lost_total += engine.correlator.counts.lost
                 self._engine, self._next, self._cut_ns = self._next, None, 0
+                self._missed_seen = None
                 shown = [copy.shown for copy in self._copies.known.values()]
                 self._tell("copies", copies=shown)
                 self._say(f"following {len(shown)} copies of libibverbs: {', '.join(shown)}")
@@ -364,11 +374,26 @@ class Watch:
         self._done.append((failure, seen))
 
     def _suppress(self, failure: Failure) -> None:
-        layer, kind = self._layers.get(failure.key(), ("not-judged", ""))
-        self.metrics.failed(layer, kind)
-        self.metrics.suppressed += 1
+        key = failure.key()
+        if key in self._layers:
+            self._count(failure, *self._layers[key], 1)
+        else:
+            _, before = self._unjudged.get(key, (failure, 0))
+            self._unjudged[key] = failure, before + 1
+
+    def _count(self, failure: Failure, layer: str, kind: str, number: int) -> None:
+        self.metrics.failed(layer, kind, number)
+        self.metrics.suppressed += number
         key = (layer, failure.errno or look.UNKNOWN_ERRNO, failure.comm)
-        self._suppressed[key] = self._suppressed.get(key, 0) + 1
+        self._suppressed[key] = self._suppressed.get(key, 0) + number
+
+    def _count_unjudged(self) -> None:
+        """Count failures that came before the first of their kind was judged, once it is or none will be."""
+        coming = {failure.key() for failure, _ in self._done}
+        coming |= {evidence.failure.key() for evidence in self._evidence.values()}
+        for key in [key for key in self._unjudged if key in self._layers or key not in coming]:
+            failure, number = self._unjudged.pop(key)
+            self._count(failure, *self._layers.get(key, ("not-judged", "")), number)
 
     def _settle(self, now: float, *, all_of_them: bool = False) -> None:
         """Write failures whose pages have been looked at a second time, or had none."""
@@ -386,7 +411,9 @@ class Watch:
         self._number += 1
         name = f"failure-{self._number}"
         lost = self._lost_near(failure.since)
-        trace = self._observer.trace(failure, lost)
+        self._count_missed()
+        missed = None if self._missed_seen is None else self._missed_near
+        trace = self._observer.trace(failure, lost, missed)
         events: list[dict[str, Any]] = []
         try:
             for kind, keys in look.record_events(seen, trace, name):
@@ -400,9 +427,10 @@ class Watch:
         layer = str(verdict.get("layer") or "unknown")
         bug = verdict.get("class") or {}
         kind = f"{bug.get('name')} {bug.get('state')}" if bug else ""
-        self._layers[failure.key()] = layer, kind
         if len(self._layers) > 10_000:
             self._layers.clear()
+        self._layers[failure.key()] = layer, kind
+        self._count_unjudged()
         self.metrics.failed(layer, kind)
         self._show(failure, seen, verdict, name)
 
@@ -517,7 +545,22 @@ class Watch:
             self._say(f"{lost - self._lost_seen} events were lost: more failed at once than could be told")
             self._lost_seen = lost
 
+    def _count_missed(self) -> None:
+        """Look, at most once a second, how often the kernel passed the probes over."""
+        now = time.monotonic()
+        if now < self._missed_due or self._engine is None:
+            return
+        self._missed_due = now + 1.0
+        missed, before = self._engine.missed(), self._missed_seen
+        self._missed_near = max(0, (missed or 0) - (before or 0))
+        self._missed_seen = missed
+        if self._missed_near:
+            self.metrics.missed += self._missed_near
+            self._tell("missed", hits=self._missed_near)
+            self._say(f"the kernel missed {self._missed_near} hits of probes")
+
     def _tell_suppressed(self) -> None:
+        self._count_unjudged()
         if self._suppressed:
             told = [
                 {"layer": layer, "errno": errno, "comm": comm, "count": count}
@@ -530,6 +573,7 @@ class Watch:
             self._account.changed = False
 
     def _write_metrics(self) -> None:
+        self._count_missed()
         self.metrics.lost = self._lost_now()
         self.metrics.copies = len(self._copies.known)
         self.metrics.copies_not_followed = len(self._copies.problems)
