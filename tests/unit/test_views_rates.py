@@ -1,4 +1,4 @@
-"""Rates of failure beside a checkpoint and CUDA's word of the GPU: as records hold them, as views show them."""
+"""Rates of failure beside a checkpoint, and what CUDA told of the GPU: in a record, and in the views."""
 
 from __future__ import annotations
 
