@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
-# A shell that starts something in the background has it ignore SIGINT, and what a test starts inherits that.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# A shell has what it starts in the background ignore SIGINT, nohup has it ignore SIGHUP, and what a test starts
+# inherits that.
+for number, action in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, action)
 
 REQUIRED = bool(os.environ.get("REGREPRO_REQUIRE_LAB"))
 LAB = Path(__file__).parent / "lab"
