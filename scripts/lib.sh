@@ -54,9 +54,10 @@ lab_packages() {
 	echo "$(qemu_package)" busybox-static file kmod iproute2 udev apt dpkg libarchive-tools zstd debian-archive-keyring
 }
 # What the checks of scripts/test and the baselines of scripts/bench need; bpftrace is what `regrepro watch` runs, in the
-# guest too.
+# guest too, and beside it the lab's tests run programs of others.
 LINT_PACKAGES=(cppcheck shellcheck)
 WATCH_PACKAGES=(bpftrace)
+OTHERS_PACKAGES=(ibverbs-utils perftest)
 BENCH_PACKAGES=(gcc libc6-dev libibverbs-dev)
 
 # Print those of the named packages that are not installed.

@@ -900,6 +900,12 @@ def test_hits_that_the_kernel_missed_are_said_and_spoil_what_is_near(
     assert "regrepro_watch_missed_hits_total 5" in made.metrics.text()
 
 
+def test_buffers_are_powers_of_two_and_stay_within_their_bound() -> None:
+    pages = {cpus: engine._buffer_pages(cpus) for cpus in (1, 16, 64, 96, 128, 192, 256, 512, 1024)}
+    assert list(pages.values()) == [256, 256, 256, 128, 128, 64, 64, 32, 16]
+    assert all(cpus * count <= 16384 for cpus, count in pages.items())
+
+
 def test_misses_are_those_of_programs_for_probes(tmp_path: Path) -> None:
     place = tmp_path / "42" / "fdinfo"
     place.mkdir(parents=True)

@@ -28,6 +28,7 @@ _MAP_KEYS = "16384"
 _STOP_SECONDS = 10.0
 _LINE_LIMIT = 1 << 20
 _STDERR_KEPT = 50
+_BUFFERS_PAGES = 16384
 _PROBE = re.compile(r"^prog_type:\s+(2|26)$", re.MULTILINE)  # BPF_PROG_TYPE_KPROBE, BPF_PROG_TYPE_TRACING
 _MISSES = re.compile(r"^recursion_misses:\s+(\d+)", re.MULTILINE)
 
@@ -67,8 +68,13 @@ def find_bpftrace() -> tuple[str, tuple[int, int]]:
 
 
 def _buffer_pages(cpus: int) -> int:
-    """Return the pages of each CPU's buffer: a power of two, few where there are many CPUs."""
-    return 256 if cpus <= 16 else 64 if cpus <= 64 else 16
+    """Return the pages of each CPU's buffer, a power of two: as many as 64 MiB (of 4 KiB pages) allow for all.
+
+    One failure takes less than 1 KiB, and all may come from one CPU. Pages that nothing was written to cost no
+    resident memory.
+    """
+    pages = _BUFFERS_PAGES // max(cpus, 1)
+    return max(16, min(256, 1 << max(pages, 1).bit_length() - 1))
 
 
 def require_rights() -> None:
