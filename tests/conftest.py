@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-# A shell has what it starts in the background ignore SIGINT, nohup has it ignore SIGHUP, and what a test starts
-# inherits that.
+# A shell has what it starts in the background ignore SIGINT, nohup has it ignore SIGHUP, and what a test
+# starts inherits that.
 for number, action in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, action)
