@@ -66,7 +66,7 @@ class Lab:
             self.require(options.kernel)
             # One CPU for each node: an emulated guest has crashed in its own interrupts between CPUs, on a
             # busy host, in code that is not under test. One panic is forgiven; what panics again is ours.
-            machine = replace(options, cpus=options.cpus or options.numa)
+            machine = replace(options, cpus=options.cpus or options.settings().numa)
             for attempt in range(PANICS_FORGIVEN + 1):
                 out = self._base / f"boot-{len(self._booted)}-{attempt}"
                 ending, results = run_commands(commands, machine, out, _Tell())

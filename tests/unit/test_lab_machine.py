@@ -19,9 +19,10 @@ from regrepro.errors import EnvironmentProblem, UsageError
 from regrepro.lab import accel, guest, initramfs, machine, softroce, token
 from regrepro.lab.kernels import Kernel
 from regrepro.lab.machine import Limits, Machine
-from regrepro.lab.settings import default_memory, make_settings, parse_boot
+from regrepro.lab.settings import default_memory, make_settings, parse_boot, parse_nodes
 
 GIB = 1 << 30
+MIB = 1 << 20
 
 # Boot arguments
 
@@ -86,6 +87,16 @@ def test_nodes_share_memory_and_cpus() -> None:
     ]  # fmt: skip
 
 
+def test_nodes_may_have_a_size_each() -> None:
+    settings = make_settings(numa=(1001 * MIB, 999 * MIB + 7), cpus=2)
+    assert settings.virtme_arguments() == [
+        "--memory", "2000M", "--cpus", "2", "--numa", "1001M,cpus=0", "--numa", "999M,cpus=1",
+    ]  # fmt: skip
+    assert (parse_nodes("2"), parse_nodes("1001M,2G")) == (2, (1001 * MIB, 2 * GIB))
+    with pytest.raises(UsageError, match="is no size"):
+        parse_nodes("1001M,,2G")
+
+
 def test_memory_is_a_whole_number_of_mib_for_each_node() -> None:
     settings = make_settings(memory=4 * GIB + 12345, numa=3, cpus=4)
     sizes = settings.virtme_arguments()
@@ -115,7 +126,16 @@ def test_memory_suits_the_reservation(boot: list[str], numa: int, least: int) ->
 
 @pytest.mark.parametrize(
     "options",
-    [{"memory": 1 << 20}, {"memory": 1 << 50}, {"numa": 0}, {"numa": 99}, {"cpus": 0}, {"accel": "hvf"}],
+    [
+        {"memory": 1 << 20},
+        {"memory": 1 << 50},
+        {"numa": 0},
+        {"numa": 99},
+        {"numa": (2 * GIB, MIB)},
+        {"numa": (2 * GIB,), "memory": 2 * GIB},
+        {"cpus": 0},
+        {"accel": "hvf"},
+    ],
 )
 def test_impossible_machines(options: dict[str, Any]) -> None:
     with pytest.raises(UsageError):

@@ -317,6 +317,7 @@ def test_what_a_killed_host_left_goes_at_the_next_start(
     [
         (["--boot", "cma=1X"], "bad value"),
         (["--numa", "0"], "--numa 0"),
+        (["--numa", "1G,1X"], "is no size"),
         (["--memory", "1M"], "too little"),
     ],
 )

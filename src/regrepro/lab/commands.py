@@ -12,7 +12,7 @@ import click
 from regrepro.cli import Size, conclude, default_out, make_run_options, run_options
 from regrepro.errors import RegreproError, UsageError
 from regrepro.lab.archive import Index
-from regrepro.lab.settings import ACCEL_CHOICES
+from regrepro.lab.settings import ACCEL_CHOICES, parse_nodes
 from regrepro.options import format_size
 
 
@@ -40,7 +40,11 @@ def lab() -> None:
     "--memory", type=Size(), metavar="SIZE", help="Of all nodes together  [default: what --boot needs]"
 )
 @click.option(
-    "--numa", type=int, default=1, show_default=True, metavar="N", help="NUMA nodes, of equal size."
+    "--numa",
+    default="1",
+    show_default=True,
+    metavar="N|SIZE,SIZE…",
+    help="NUMA nodes, of equal size, or the size of each.",
 )
 @click.option("--cpus", type=int, metavar="N", help="Virtual CPUs  [default: up to 4]")
 @click.option(
@@ -61,7 +65,7 @@ def run_command(  # noqa: PLR0917 - click passes by name
     kernel: str,
     boot: tuple[str, ...],
     memory: int | None,
-    numa: int,
+    numa: str,
     cpus: int | None,
     accel: str,
     out: Path | None,
@@ -75,7 +79,7 @@ def run_command(  # noqa: PLR0917 - click passes by name
     from regrepro.scenario import Library, check_options
 
     options = make_run_options(names, values)
-    lab_options = LabOptions(kernel, boot, memory, numa, cpus, accel)
+    lab_options = LabOptions(kernel, boot, memory, parse_nodes(numa), cpus, accel)
     # What is wrong with names and options is said before anything is fetched or made.
     check_options(Library().select(names, options.profile), options.option)
     lab_options.settings()

@@ -38,12 +38,16 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True)
 class LabOptions:
-    """What `lab run` takes beside the options of a run. `memory` in bytes, None: enough for `boot`."""
+    """What `lab run` takes beside the options of a run.
+
+    `memory` in bytes, of all nodes together; None: enough for `boot`. `numa`: number of nodes, or the bytes
+    of each.
+    """
 
     kernel: str = "latest"
     boot: tuple[str, ...] = ()
     memory: int | None = None
-    numa: int = 1
+    numa: int | tuple[int, ...] = 1
     cpus: int | None = None
     accel: str = "auto"
     limits: Limits = field(default_factory=Limits)
@@ -102,7 +106,7 @@ def lab_run(
                 "kernel_image": str(kernel.image),
                 "kernel_origin": kernel.origin,
                 "boot": list(settings.boot),
-                "memory": settings.memory_of_node * settings.numa,
+                "memory": settings.memory,
                 "numa": settings.numa,
                 "cpus": settings.cpus,
             }
@@ -266,7 +270,7 @@ class _Booted:
         self.facts = {**facts, "accel": accel}
         spec_file.write_text(json.dumps({**spec, "token": token, "lab": self.facts}), encoding="utf-8")
         words = f" with {as_words(self._settings.boot)}" if self._settings.boot else ""
-        size = format_size(self._settings.memory_of_node * self._settings.numa)
+        size = format_size(self._settings.memory)
         nodes = f" in {self._settings.numa} nodes" if self._settings.numa > 1 else ""
         self._tell.say(
             f"booting {self._kernel.release}{words} ({size}{nodes}, {self._settings.cpus} CPUs, {accel})"

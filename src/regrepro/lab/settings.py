@@ -74,30 +74,33 @@ def _check(argument: str) -> None:
 
 @dataclass(frozen=True)
 class Settings:
-    """A machine: `memory` in bytes for all nodes together, split evenly. Raises `UsageError`."""
+    """A machine. `nodes`: bytes of each NUMA node, whole MiB."""
 
     boot: tuple[str, ...]
-    memory: int
-    numa: int
+    nodes: tuple[int, ...]
     cpus: int
     accel: str
 
     @property
-    def memory_of_node(self) -> int:
-        """Bytes of each NUMA node, whole MiB."""
-        return self.memory // self.numa // _MIB * _MIB
+    def numa(self) -> int:
+        """Number of NUMA nodes."""
+        return len(self.nodes)
+
+    @property
+    def memory(self) -> int:
+        """Bytes of all nodes together."""
+        return sum(self.nodes)
 
     def virtme_arguments(self) -> list[str]:
         """Return what virtme-run takes for this."""
-        size = self.memory_of_node // _MIB
-        arguments = ["--memory", f"{size * self.numa}M", "--cpus", str(self.cpus)]
+        arguments = ["--memory", f"{self.memory // _MIB}M", "--cpus", str(self.cpus)]
         if self.numa > 1:
             each, more = divmod(self.cpus, self.numa)
             first = 0
-            for node in range(self.numa):
+            for node, size in enumerate(self.nodes):
                 last = first + each + (node < more) - 1
                 cpus = f"cpus={first}" if first == last else f"cpus={first}-{last}"
-                arguments += ["--numa", f"{size}M,{cpus}"]
+                arguments += ["--numa", f"{size // _MIB}M,{cpus}"]
                 first = last + 1
         for argument in self.boot:
             arguments += ["--kopt", argument]
@@ -108,20 +111,33 @@ def make_settings(
     *,
     boot: Iterable[str] = (),
     memory: int | None = None,
-    numa: int = 1,
+    numa: int | tuple[int, ...] = 1,
     cpus: int | None = None,
     accel: str = "auto",
 ) -> Settings:
-    """Make settings, with defaults that fit the reservations that `boot` asks for. Raises `UsageError`."""
+    """Make settings, with defaults that fit the reservations that `boot` asks for. Raises `UsageError`.
+
+    `memory` is split evenly among `numa` nodes, or `numa` is the bytes of each node.
+    """
     arguments = parse_boot(boot)
-    if not 1 <= numa <= MAX_NODES:
-        raise UsageError(f"--numa {numa} is not possible", hint=f"1 to {MAX_NODES} nodes")
+    sizes = numa if isinstance(numa, tuple) else None
+    if sizes is not None and memory is not None:
+        raise UsageError("--memory and the sizes of --numa do not go together", hint="leave --memory out")
+    count = len(numa) if isinstance(numa, tuple) else numa
+    if not 1 <= count <= MAX_NODES:
+        raise UsageError(f"--numa {count} is not possible", hint=f"1 to {MAX_NODES} nodes")
     if accel not in ACCEL_CHOICES:
         raise UsageError(f"--accel {accel} is not known", hint=f"one of {', '.join(ACCEL_CHOICES)}")
-    wanted = memory if memory is not None else default_memory(arguments, numa)
-    if wanted < _LEAST_MEMORY * numa:
+    if sizes is None:
+        wanted = memory if memory is not None else default_memory(arguments, count)
+        sizes = (wanted // count,) * count
+    wanted = sum(sizes)
+    if min(sizes) < _LEAST_MEMORY:
+        given = (
+            f"--memory {format_size(wanted)}" if memory is not None else f"--numa {format_size(min(sizes))}"
+        )
         raise UsageError(
-            f"--memory {format_size(wanted)} is too little",
+            f"{given} is too little",
             hint=f"{format_size(_LEAST_MEMORY)} for each node at least",
         )
     host = host_memory()
@@ -133,7 +149,15 @@ def make_settings(
     processors = cpus if cpus is not None else min(4, os.cpu_count() or 1)
     if processors < 1:
         raise UsageError(f"--cpus {processors} is not possible", hint="1 at least")
-    return Settings(arguments, wanted, numa, max(processors, numa, 2 if cpus is None else 1), accel)
+    nodes = tuple(size // _MIB * _MIB for size in sizes)
+    return Settings(arguments, nodes, max(processors, count, 2 if cpus is None else 1), accel)
+
+
+def parse_nodes(text: str) -> int | tuple[int, ...]:
+    """Return the number of NUMA nodes for `2`, the bytes of each for `1001M,999M`. Raises `UsageError`."""
+    if re.fullmatch(r"\d{1,9}", text):
+        return int(text)
+    return tuple(parse_size(word) for word in text.split(","))
 
 
 def host_memory() -> int:
