@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from stage_fakes import CMA, FakeBackend
+from stage_fakes import CMA, FakeBackend, FakeMap
+from test_runner import FakeEnvironment
 from test_stage import Bench
 
+from regrepro import judge, runner
 from regrepro.errors import Unmet
+from regrepro.options import RunOptions
+from regrepro.record import read_record
 from regrepro.stage import hugepages
 from regrepro.stage.backend import PAGE_SIZE, Zone
 from regrepro.stage.policy import measure
@@ -58,6 +64,34 @@ def test_the_half_of_free_rule_is_seen(tmp_path: Path) -> None:
 def test_without_cma_there_is_nothing_to_measure(tmp_path: Path) -> None:
     with pytest.raises(Unmet, match="no zone has free CMA"):
         measure(Bench(tmp_path, HalfOfFree(ordinary=600, cma=0)).stage, chunk=CHUNK)
+
+
+@dataclass
+class MovableMap(FakeMap):
+    """A complete map whose only unpinnable memory is ZONE_MOVABLE."""
+
+    def as_record(self) -> dict[str, Any]:
+        return super().as_record() | {"unpinnable_ranges": [[1000, 2000, "movable-zone"]]}
+
+
+@pytest.mark.parametrize("memory_map", [MovableMap(), FakeMap(has_unpinnable=False)])
+def test_on_a_node_without_cma_the_scenario_is_unmet_and_says_how_to_have_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory_map: FakeMap
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    environment = FakeEnvironment()
+    environment.made_backend.memory_map = memory_map
+    options = RunOptions(names=("placement_policy",))
+    runner.run(options.names, options, tmp_path / "out", environment=environment)
+    record = read_record(tmp_path / "out")
+    assert [event["need"] for event in record.of("unmet")] == ["cma"]
+    assert list(record.of("step")) == []
+    verdicts = judge.judge_record(record)
+    [verdict] = verdicts["verdicts"]
+    assert (verdict["verdict"], verdict["as_declared"]) == ("unmet", None)
+    assert "no CMA memory" in verdict["reason"]
+    assert "cma=512M" in verdict["reason"]
+    assert judge.exit_code(verdicts) == judge.exit_code(verdicts, expect_declared=True) == 125
 
 
 def test_it_stops_before_memory_runs_low(tmp_path: Path) -> None:
