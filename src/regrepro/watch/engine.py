@@ -68,10 +68,10 @@ def find_bpftrace() -> tuple[str, tuple[int, int]]:
 
 
 def _buffer_pages(cpus: int) -> int:
-    """Return the pages of each CPU's buffer, a power of two: as many as 64 MiB (of 4 KiB pages) allow for all.
+    """Return the pages of each CPU's buffer, a power of two: 64 MiB (of 4 KiB pages) are for all of them.
 
-    One failure takes less than 1 KiB, and all may come from one CPU. Pages that nothing was written to cost no
-    resident memory.
+    One failure takes less than 1 KiB, and all may come from one CPU. Pages that nothing was written to cost
+    no resident memory.
     """
     pages = _BUFFERS_PAGES // max(cpus, 1)
     return max(16, min(256, 1 << max(pages, 1).bit_length() - 1))
