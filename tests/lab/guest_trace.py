@@ -203,6 +203,29 @@ def long_range(tracer: Tracer, pd: verbs.ProtectionDomain) -> None:
         )
 
 
+def unread(tracer: Tracer, pd: verbs.ProtectionDomain) -> None:
+    """Successful calls whose events nobody wants to see are thrown away, and nothing else."""
+    with memory.Range.anonymous(PAGE) as buffer:
+        buffer.fill(1)
+        for _ in range(200):
+            token = tracer.begin()
+            region = pd.reg_mr(buffer.address, PAGE, ACCESS)
+            tracer.end(token, succeeded=True)
+            region.dereg()
+        name, _, trace = traced(tracer, lambda: pd.reg_mr(0x1000, PAGE, ACCESS))
+        check(
+            "a failure after 200 calls that were not read has its trace",
+            name == "EFAULT" and trace["status"] == "complete" and bool(trace["tree"]),
+            f"{name} {trace['status']} {trace['why']}",
+        )
+        token = tracer.begin()
+        pd.reg_mr(buffer.address, PAGE, ACCESS).dereg()
+        tracer.end(token, succeeded=True)
+        tracer._discard()
+        left = tracer._read()
+        check("what is thrown away is gone", not left, left[:200])
+
+
 def overrun(tracer: Tracer) -> None:
     """Overwrite events in the middle of a call: the trace must say that it is not whole."""
     token = tracer.begin()
@@ -549,6 +572,7 @@ def main() -> int:
             longterm(tracer, refusal)
             other_failures(tracer, pd)
             long_range(tracer, pd)
+            unread(tracer, pd)
             not_ours(tracer)
             forked(tracer)
             two_at_once(tracer)

@@ -35,8 +35,10 @@ _BUFFER_CPU_KB = (64, 1024)
 _TEXT_LIMIT = 64 << 20
 # Files with the buffers' counters that are kept open; on a machine of more CPUs they are opened each time.
 _KEPT_OPEN = 64
-# Successful calls whose events nobody asked for before the buffer is emptied.
+# Successful calls whose events nobody asked for before the buffer is emptied, and the most that is thrown
+# away of one CPU's then: others may go on writing.
 _UNREAD_CALLS = 64
+_DISCARDED_PAGES = 1024
 # What the parser relies on; a new instance inherits the options that someone set for the whole system.
 _OPTIONS = {
     "event-fork": "1",  # threads and children of the followed process are followed too
@@ -92,6 +94,7 @@ class Tracer:
         self._armed = False
         self._pipe = self._profile = self._stack_option = -1
         self._stats: list[int | Path] = []
+        self._raw: list[int | Path] = []
         self._arguments_at_return = False
         self._baseline: tuple[int, dict[int, int]] = (0, {})
         self._stale = True
@@ -270,9 +273,14 @@ class Tracer:
         self._pipe = os.open(instance / "trace_pipe", flags | os.O_NONBLOCK)
         self._profile = os.open(self._tracefs / "kprobe_profile", flags)
         self._stack_option = os.open(instance / "options" / "stacktrace", os.O_WRONLY | os.O_CLOEXEC)
-        stats = [directory / "stats" for directory in (instance / "per_cpu").iterdir()]
-        stats.sort(key=lambda path: int(path.parent.name[3:]))
-        self._stats = list(stats) if len(stats) > _KEPT_OPEN else [os.open(path, flags) for path in stats]
+        cpus = sorted((instance / "per_cpu").iterdir(), key=lambda path: int(path.name[3:]))
+        for files, name, more in (
+            (self._stats, "stats", 0),
+            (self._raw, "trace_pipe_raw", os.O_NONBLOCK),
+        ):
+            for cpu in cpus:
+                path = cpu / name
+                files.append(path if len(cpus) > _KEPT_OPEN else os.open(path, flags | more))
 
     def _prove(self) -> None:
         """See one call whose arguments are known, or say that this kernel's tracing cannot be relied on.
@@ -359,7 +367,7 @@ class Tracer:
             self._baseline = self._losses()
             self._stale = False
         if self._unread >= _UNREAD_CALLS:
-            self._read()
+            self._discard()
         if stack:
             os.write(self._stack_option, b"1")
 
@@ -433,6 +441,21 @@ class Tracer:
             pass
         return b"".join(parts).decode("utf-8", "replace")
 
+    def _discard(self) -> None:
+        """Empty the buffer by whole pages: nothing is put into words that nobody wants to read."""
+        self._unread = 0
+        for file in self._raw:
+            fd = file if isinstance(file, int) else os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            try:
+                for _ in range(_DISCARDED_PAGES):
+                    if not os.read(fd, 1 << 16):
+                        break
+            except BlockingIOError:
+                pass
+            finally:
+                if not isinstance(file, int):
+                    os.close(fd)
+
     def _losses(self) -> tuple[int, dict[int, int]]:
         """Return the hits that our probes have missed so far, and the events lost so far by CPU."""
         text, offset = b"", 0
@@ -459,11 +482,11 @@ class Tracer:
 
     def _take_down(self) -> None:
         self._armed = False
-        for fd in (self._pipe, self._profile, self._stack_option, *self._stats):
+        for fd in (self._pipe, self._profile, self._stack_option, *self._stats, *self._raw):
             if isinstance(fd, int) and fd >= 0:
                 os.close(fd)
         self._pipe = self._profile = self._stack_option = -1
-        self._stats = []
+        self._stats, self._raw = [], []
         if self._tracefs is not None and self._instance_name:
             left = []
             try:
