@@ -80,7 +80,8 @@ def in_guest(names: list[str], work: Work) -> list[Row]:
     # The programs were compiled beside the guest's directory, which it sees, and may write only in its own.
     command = f"PYTHONPATH={shlex.quote(str(SOURCE))} {shlex.join(inside)}"
     tell = choose(quiet=False)
-    options = LabOptions(kernel=work.kernel, memory=GUEST_MEMORY, accel=work.accel)
+    # What is measured takes turns; a second CPU, where both are emulated in one thread, would only add noise.
+    options = LabOptions(kernel=work.kernel, memory=GUEST_MEMORY, cpus=1, accel=work.accel)
     try:
         ending, results = run_commands([command], options, out, tell)
     finally:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
 
-from measuring import Row, Work, measurement
+from measuring import Row, Work, least, measurement
 
 LARGE, SMALL = 64 << 20, os.sysconf("SC_PAGE_SIZE")
-# Length, how often in one turn, and the most that the ratios may be: traced, beside, afterwards.
+# Length, how often in one turn (a turn of small ones has the buffer of events emptied once at least), and the
+# most that the ratios may be: traced, beside, afterwards.
 LENGTHS = (
-    ("4 KiB" if SMALL == 4096 else "one page", SMALL, 500, (2.0, 1.5)),
-    ("64 MiB", LARGE, 15, (1.3, None)),
+    ("4 KiB" if SMALL == 4096 else "one page", SMALL, 100, (2.0, 1.5)),
+    ("64 MiB", LARGE, 3, (1.3, None)),
 )
 # Each number is the quickest of so many turns: what another program takes of this machine only adds.
-TURNS = 5
+TURNS = 10
 # Nothing of ours is left then: what differs from 1.0 is this machine's noise.
 AFTERWARDS = 1.1
 
@@ -59,28 +59,25 @@ def trace(work: Work) -> list[Row]:
             return time.perf_counter() - start
 
         def own_quickest(length: int, count: int, tracer: Tracer | None) -> float:
-            return min(own(length, count // TURNS, tracer) for _ in range(TURNS))
-
-        def loop_quickest(length: int, count: int) -> float:
-            return min(loops[length].seconds(count // TURNS) for _ in range(TURNS))
+            return min(own(length, count, tracer) for _ in range(TURNS)) / count
 
         for length in (SMALL, LARGE):
             own(length, 2, None)
             loops[length].seconds(2)
         for _ in range(max(work.rounds, 5)):
             before = {length: own_quickest(length, count, None) for _, length, count, _ in LENGTHS}
-            alone = {length: loop_quickest(length, count) for _, length, count, _ in LENGTHS}
+            alone = {length: loops[length].quickest(TURNS, count) for _, length, count, _ in LENGTHS}
             tracer = Tracer(Journal())
             if not tracer.arm():
                 raise SystemExit(f"bench: {tracer.status()[1]}")
             try:
                 for _, length, count, _ in LENGTHS:
                     traced[length].append((own_quickest(length, count, tracer), before[length]))
-                    beside[length].append((loop_quickest(length, count), alone[length]))
+                    beside[length].append((loops[length].quickest(TURNS, count), alone[length]))
             finally:
                 tracer.disarm()
             for _, length, count, _ in LENGTHS:
-                after[length].append((loop_quickest(length, count), alone[length]))
+                after[length].append((loops[length].quickest(TURNS, count), alone[length]))
     rows = []
     for text, length, _, (bound, bound_beside) in LENGTHS:
         rows += [
@@ -91,10 +88,3 @@ def trace(work: Work) -> list[Row]:
             ),
         ]
     return rows
-
-
-def least(what: str, pairs: Sequence[tuple[float, float]], bound: float | None) -> Row:
-    """Return the row of measured pairs: the least of the one over the least of the other, and the spread."""
-    ours, bare = min(one for one, _ in pairs), min(other for _, other in pairs)
-    ratios = [one / other for one, other in pairs]
-    return Row(what, ours / bare, bound=bound, ours=ours, bare=bare, spread=(min(ratios), max(ratios)))

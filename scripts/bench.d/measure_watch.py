@@ -11,12 +11,12 @@ import sys
 import time
 from pathlib import Path
 
-from measuring import Row, Work, measurement, ratio
+from measuring import Paced, Row, Work, measurement
 
 LARGE, SMALL = 64 << 20, os.sysconf("SC_PAGE_SIZE")
-COUNTS = {SMALL: 2000, LARGE: 40}
+COUNTS = {SMALL: 100, LARGE: 3}
 BOUNDS = {SMALL: 1.3, LARGE: 1.05}
-TRIES = 5  # loops of which the fastest counts: other work on the machine only ever adds
+TURNS = 40  # of which the median counts
 READY_SECONDS, IDLE_SECONDS = 180.0, 10.0
 
 
@@ -66,27 +66,31 @@ def watch(work: Work) -> list[Row]:
     """Time loops in C with watch and without, by turns."""
     pairs: dict[int, list[tuple[float, float]]] = {SMALL: [], LARGE: []}
     idle, memory = [], []
-    for number in range(max(2, work.rounds // 2)):
-        bare = {length: _fastest(work, length) for length in COUNTS}
-        watching = Watching(Path("/run") / f"regrepro-bench-watch-{number}")
-        try:
-            before = watching.cpu_seconds()
-            time.sleep(IDLE_SECONDS)
-            idle.append((watching.cpu_seconds() - before) / IDLE_SECONDS * 100)
-            memory.append(watching.memory() / (1 << 20))
+    with Paced(work) as paced:
+
+        def loop(length: int) -> float:
+            with work.bare("register_loop", str(length)) as registering:
+                return paced.loop(registering, TURNS, COUNTS[length])
+
+        bare = {length: loop(length) for length in COUNTS}
+        for number in range(max(2, work.rounds // 2)):
+            watching = Watching(Path("/run") / f"regrepro-bench-watch-{number}")
+            try:
+                before = watching.cpu_seconds()
+                time.sleep(IDLE_SECONDS)
+                idle.append((watching.cpu_seconds() - before) / IDLE_SECONDS * 100)
+                memory.append(watching.memory() / (1 << 20))
+                beside = {length: loop(length) for length in COUNTS}
+            finally:
+                watching.stop()
+            after = {length: loop(length) for length in COUNTS}
             for length in COUNTS:
-                pairs[length].append((_fastest(work, length), bare[length]))
-        finally:
-            watching.stop()
-    rows = [
-        ratio(f"registering {size} in C beside watch / without", pairs[length], BOUNDS[length])
-        for length, size in ((SMALL, "one page"), (LARGE, "64 MiB"))
-    ]
+                pairs[length].append((beside[length], (bare[length] + after[length]) / 2))
+            bare = after
+        rows = [
+            paced.row(f"registering {size} in C beside watch / without", pairs[length], BOUNDS[length])
+            for length, size in ((SMALL, "one page"), (LARGE, "64 MiB"))
+        ]
     rows.append(Row("watch, idle", statistics.median(idle), unit="% of a core", bound=1.0))
     rows.append(Row("memory of watch", max(memory), unit="MiB", bound=200.0))
     return rows
-
-
-def _fastest(work: Work, length: int) -> float:
-    with work.bare("register_loop", str(length)) as loop:
-        return min(loop.seconds(COUNTS[length]) for _ in range(TRIES)) / COUNTS[length]

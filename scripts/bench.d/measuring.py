@@ -72,6 +72,16 @@ def ratio(what: str, pairs: Sequence[tuple[float, float]], bound: float | None) 
     )
 
 
+def least(what: str, pairs: Sequence[tuple[float, float]], bound: float | None) -> Row:
+    """Return the row of measured pairs (ours, bare): the least of the one over the least of the other.
+
+    What else runs on the machine, and below it, only ever adds. The spread is that of the pairs' ratios.
+    """
+    ours, bare = min(one for one, _ in pairs), min(other for _, other in pairs)
+    ratios = [one / other for one, other in pairs]
+    return Row(what, ours / bare, bound=bound, ours=ours, bare=bare, spread=(min(ratios), max(ratios)))
+
+
 class Bare:
     """A bare program in C: for each number that it reads it does its loop that often and prints the seconds.
 
@@ -93,6 +103,10 @@ class Bare:
         except (OSError, ValueError):
             raise SystemExit(f"bench: {self._program.name} failed (exit {self._process.wait()})") from None
 
+    def quickest(self, turns: int, count: int) -> float:
+        """Return the seconds of one time round, out of the quickest of `turns` turns of `count` each."""
+        return min(self.seconds(count) for _ in range(turns)) / count
+
     def __enter__(self) -> Bare:
         return self
 
@@ -100,6 +114,40 @@ class Bare:
         if self._process.stdin is not None:
             self._process.stdin.close()
         self._process.wait()
+
+
+class Paced:
+    """Times loops that cannot take turns, by the pace of this machine right before and after each.
+
+    A virtual machine's pace changes twofold within seconds, with what else its host does.
+    """
+
+    CALLS = 2000
+
+    def __init__(self, work: Work) -> None:
+        self._pace = work.bare("pace")
+        self._quickest = float("inf")
+
+    def __enter__(self) -> Paced:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pace.__exit__()
+
+    def loop(self, loop: Bare, turns: int, count: int) -> float:
+        """Return how many trivial system calls take as long as one time round: the median of the turns."""
+        values = []
+        for _ in range(turns):
+            before = self._pace.seconds(self.CALLS)
+            each = loop.seconds(count) / count
+            around = (before + self._pace.seconds(self.CALLS)) / 2 / self.CALLS
+            self._quickest = min(self._quickest, around)
+            values.append(each / around)
+        return statistics.median(values)
+
+    def row(self, what: str, pairs: Sequence[tuple[float, float]], bound: float | None) -> Row:
+        """Return the row of pairs of what `loop` gave, in seconds at the best pace that was seen."""
+        return ratio(what, [(ours * self._quickest, bare * self._quickest) for ours, bare in pairs], bound)
 
 
 @dataclass(frozen=True)
