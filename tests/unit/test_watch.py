@@ -667,6 +667,37 @@ def umem_failed(ret: int) -> Failure:
     return seen.complete[0]
 
 
+def test_one_that_died_is_what_it_was_when_it_opened_its_device(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    base = tmp_path / "6"
+    base.mkdir()
+    (base / "status").write_text("Name:\tapp\nUid:\t1000 1000 1000 1000\nCapEff:\t0\nVmPin:\t16 kB\n")
+    (base / "limits").write_text("Max locked memory   4096   4096   bytes\n")
+    real = process.read_process
+    monkeypatch.setattr(process, "read_process", lambda pid: real(pid, tmp_path))
+    made = observer()
+    made._met = {}
+    made.meet(6)
+    assert made._of_process(6).limits == {"memlock_soft": 4096, "vmpin": 16384}
+    for path in base.iterdir():
+        path.unlink()
+    gone = made._of_process(6)
+    assert gone.limits == {"memlock_soft": 4096} and gone.capabilities == []
+    assert gone.facts["comm"] == "app" and gone.facts["read_at"] == "the opening of the device"
+    assert any("status" in problem for problem in gone.problems)
+    assert made._of_process(7).limits == {}
+    # So that the layer of its failure is known.
+    seen = Seen()
+    seen.lines(
+        f"I|7|110|{number('__gup_longterm_locked')}|0",
+        f"D|7|130|{number('rxe_reg_user_mr')}|-12|7f0000000000|32768|7f0000000000|7",
+        f"K|7|6|140|90|{number('ib_uverbs_reg_mr')}|-12|0|0|1000|app",
+    )
+    verdict = judged(seen.complete[0], limits=gone.limits, capabilities=gone.capabilities)
+    assert verdict["layer"] == "memlock-accounting"
+
+
 def test_memlock_is_told_by_the_process_own_limit_and_what_it_has_pinned() -> None:
     limits = {"memlock_soft": 65536, "vmpin": 0}
     verdict = judged(umem_failed(-12), limits=limits, first=0x7F0000000000, length=32768)
@@ -803,6 +834,8 @@ class Node:
         }
 
     def refresh_if_old(self) -> None: ...
+
+    def meet(self, pid: int) -> None: ...
 
     def complete(self, evidence: Evidence) -> None: ...
 

@@ -35,6 +35,7 @@ MAP_SECONDS = 600.0  # after which a memory map is read anew while nothing else 
 LASTING_SECONDS = 0.25  # after which the references of pages that stayed are looked at once more
 UNKNOWN_ERRNO = "EUNKNOWN"
 _PIN_KEPT = 512
+_MET_KEPT = 4096
 _DECLARED: dict[str, Any] = {
     "shows": "a registration of a program on this node failed",
     "needs": [],
@@ -82,6 +83,7 @@ class Observer:
         self._zones = zone_layout()
         self._read_at = time.monotonic()
         self._pins: dict[int, deque[PlainPin]] = {}
+        self._met: dict[int, Process] = {}
         self._reader: PageReader | None = None
 
     def remember(self, pin: PlainPin) -> None:
@@ -91,6 +93,24 @@ class Observer:
                 del self._pins[pid]
         self._pins.setdefault(pin.pid, deque(maxlen=_PIN_KEPT)).append(pin)
 
+    def meet(self, pid: int) -> None:
+        """Keep what a process that opens an RDMA device is, for the case that it dies with its failure."""
+        if len(self._met) > _MET_KEPT:
+            for other in [other for other in self._met if not (process.PROC / str(other)).exists()]:
+                del self._met[other]
+        self._met[pid] = process.read_process(pid)
+
+    def _of_process(self, pid: int) -> Process:
+        """Read a process; one that is gone is what it was when it opened its device."""
+        seen = process.read_process(pid)
+        before = self._met.get(pid)
+        if before is None or seen.limits or not before.limits:
+            return seen
+        # What it had locked by then says nothing of now.
+        limits = {name: value for name, value in before.limits.items() if name not in ("vmpin", "vmlck")}
+        facts = {**before.facts, "read_at": "the opening of the device"}
+        return Process(pid, facts, limits, before.capabilities, seen.problems)
+
     def look(self, failure: Failure) -> Evidence:
         """Look at the process of a failure now: first its pages, then the rest."""
         begin = time.monotonic()
@@ -98,7 +118,7 @@ class Observer:
         evidence.first, evidence.length = self._range(failure)
         if evidence.length and not failure.dmabuf:
             self._look_at_pages(evidence)
-        evidence.process = process.read_process(failure.pid)
+        evidence.process = self._of_process(failure.pid)
         evidence.devices = copies.device_names(copies.devices_of(failure.pid))
         evidence.memory = process.node_memory()
         evidence.stuck = list(self._stuck(failure.stuck))

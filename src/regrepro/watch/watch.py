@@ -92,6 +92,7 @@ class Watch:
         self._functions = Functions()
         self._number = 0
         self._text = ""  # of the program that runs
+        self._launched: list[str] = []  # the copies that the latest engine follows
         self._evidence: dict[int, Evidence] = {}
         self._done: list[tuple[Failure, Evidence]] = []
         self._layers: dict[Any, tuple[str, str]] = {}
@@ -218,6 +219,7 @@ class Watch:
             account=self.options.registrations,
         )
         self._text = program.text
+        self._launched = [copy.shown for copy in self._copies.known.values()]
         correlator = Correlator(
             program.names,
             self._failed,
@@ -337,7 +339,7 @@ class Watch:
                 self._lost_total += engine.correlator.counts.lost
                 self._engine, self._next, self._cut_ns = self._next, None, 0
                 self._missed_seen = None
-                shown = [copy.shown for copy in self._copies.known.values()]
+                shown = self._launched  # not those that have come since
                 self._tell("copies", copies=shown)
                 self._say(f"following {len(shown)} copies of libibverbs: {', '.join(shown)}")
 
@@ -348,6 +350,7 @@ class Watch:
 
     def _opened(self, pid: int) -> None:
         """A process opened an RDMA device: it has libibverbs mapped, and has not registered anything yet."""
+        self._observer.meet(pid)
         if self.options.libraries and self._copies.look_at(pid):
             self._copies_due = time.monotonic() + _COPY_SECONDS
 
