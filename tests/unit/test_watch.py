@@ -943,10 +943,12 @@ def test_misses_are_those_of_programs_for_probes(tmp_path: Path) -> None:
     place = tmp_path / "42" / "fdinfo"
     place.mkdir(parents=True)
     (place / "3").write_text("pos:\t0\nmap_type:\t1\n")
-    assert engine.missed_hits(42, tmp_path) is None and engine.missed_hits(43, tmp_path) is None
+    assert engine.probe_programs(42, tmp_path) == engine.probe_programs(43, tmp_path) == []
+    assert engine.missed_hits([]) is None
     for number, (kind, misses) in enumerate([(2, 1), (26, 2), (5, 100), (7, 100)], start=4):
         (place / str(number)).write_text(f"prog_type:\t{kind}\nrecursion_misses:\t{misses}\nx:\t1\n")
-    assert engine.missed_hits(42, tmp_path) == 3
+    programs = engine.probe_programs(42, tmp_path)
+    assert len(programs) == 2 and engine.missed_hits(programs) == 3
 
 
 def test_a_bpftrace_that_dies_is_started_anew_and_said(watched: Any) -> None:

@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -29,8 +30,8 @@ _STOP_SECONDS = 10.0
 _LINE_LIMIT = 1 << 20
 _STDERR_KEPT = 50
 _BUFFERS_PAGES = 16384
-_PROBE = re.compile(r"^prog_type:\s+(2|26)$", re.MULTILINE)  # BPF_PROG_TYPE_KPROBE, BPF_PROG_TYPE_TRACING
-_MISSES = re.compile(r"^recursion_misses:\s+(\d+)", re.MULTILINE)
+_PROBE = re.compile(rb"^prog_type:\s+(2|26)$", re.MULTILINE)  # BPF_PROG_TYPE_KPROBE, BPF_PROG_TYPE_TRACING
+_MISSES = re.compile(rb"^recursion_misses:\s+(\d+)", re.MULTILINE)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -104,21 +105,34 @@ def require_rights() -> None:
             )
 
 
-def missed_hits(pid: int, proc: Path = Path("/proc")) -> int | None:
-    """Return how many hits of a process' probes the kernel says it missed; None where it does not say.
+def probe_programs(pid: int, proc: Path = Path("/proc")) -> list[str]:
+    """Return the files of a process' descriptors, under fdinfo, that are BPF programs of probes."""
+    found = []
+    with suppress(OSError):
+        for path in (proc / str(pid) / "fdinfo").iterdir():
+            with suppress(OSError):
+                if _PROBE.search(path.read_bytes()):
+                    found.append(str(path))
+    return found
+
+
+def missed_hits(programs: Sequence[str]) -> int | None:
+    """Return how many hits of these probes the kernel says it missed; None where it does not say.
 
     It counts them where a program would have interrupted itself or another, since 5.12 for trampolines, since
     6.7 for kprobes and uprobes (recursion_misses; bpf_prog_show_fdinfo() in kernel/bpf/syscall.c). What a
     kprobe itself misses (kprobe_profile) is shown of those that tracefs made, which bpftrace's are not.
     """
     total, known = 0, False
-    with suppress(OSError):
-        for path in (proc / str(pid) / "fdinfo").iterdir():
-            with suppress(OSError):
-                text = path.read_text()
-                found = _MISSES.search(text)
-                if found and _PROBE.search(text):
-                    total, known = total + int(found[1]), True
+    for path in programs:
+        with suppress(OSError):
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                found = _MISSES.search(os.read(fd, 4096))
+            finally:
+                os.close(fd)
+            if found:
+                total, known = total + int(found[1]), True
     return total if known else None
 
 
@@ -135,6 +149,7 @@ class Engine:
         self.last_line = self.started
         self._journal = journal
         self._partial = {1: b"", 2: b""}
+        self._programs: list[str] | None = None  # those of its descriptors: none comes once all are attached
         file.write_text(program.text)
         environment = {
             **os.environ,
@@ -196,7 +211,9 @@ class Engine:
 
     def missed(self) -> int | None:
         """Return how many hits of its probes the kernel says it missed; None where it does not say."""
-        return missed_hits(self.pid)
+        if self.attached and self._programs is None:
+            self._programs = probe_programs(self.pid)
+        return missed_hits(self._programs or ())
 
     def take(self) -> bool:
         """Read what there is; return False at the end of its output."""

@@ -199,7 +199,7 @@ class Correlator:
 
     def _heartbeat(self, rest: str) -> None:
         self.counts.heartbeats += 1
-        if self.counts.heartbeats % 30 == 0:
+        if self.counts.heartbeats % 6 == 0:
             self._forget_stale(int(rest))
 
     def _forget_stale(self, ns: int) -> None:

@@ -5,7 +5,7 @@ and nothing leaves the kernel. One that fails leaves a handful of short lines, a
 
     B|ns                                            the program runs
     W|symbol                                        nothing: bpftrace has read the kernel's symbols
-    H|ns                                            a heartbeat, every two seconds: all probes are attached
+    H|ns                                            a heartbeat, every ten seconds: all probes are attached
     O|pid|ns                                        a process opened an RDMA device
     D|tid|ns|function|ret|start|length|iova|access  a driver's registration failed
     G|tid|ns|function|ret|start|pages|flags         a pin failed inside of a registration
@@ -145,7 +145,10 @@ def make_program(
         'printf("B|%lld", nsecs);' + (' printf("W|%s", ksym((uint64)1)); }' if plain_pins else " }")
         # Symbols are read now, and not when the first stack is to be told.
     )
-    make.add('interval:s:2 { printf("H|%lld", nsecs); }')
+    # The first beat is told soon, the others seldom: each wakes two processes.
+    make.add(
+        'interval:s:2 { @beat = @beat + 1; if (@beat == 1 || @beat % 5 == 0) { printf("H|%lld", nsecs); } }'
+    )
     if account and functions.drivers:
         make.add(
             f"interval:s:{ACCOUNT_SECONDS} {{ print(@count); print(@bytes); print(@sizes); clear(@count); "
@@ -180,7 +183,7 @@ def make_program(
     make.add(
         "tracepoint:sched:sched_process_exit { delete(@verb[tid]); delete(@call[tid]); delete(@in[tid]); }"
     )
-    make.add("END { clear(@verb); clear(@call); clear(@in); clear(@pins); clear(@ret); }")
+    make.add("END { clear(@verb); clear(@call); clear(@in); clear(@pins); clear(@ret); clear(@beat); }")
     return Program(make.text(), make.names)
 
 

@@ -43,7 +43,7 @@ _METRICS_SECONDS = 15.0
 _COPY_SECONDS = 1.0  # that new copies of libibverbs are waited for together
 _TAKE_OVER_NS = 1_000_000_000
 _SUPPRESSED_SECONDS = 10.0
-_IDLE_SECONDS = 2.5  # a little more than between two heartbeats
+_IDLE_SECONDS = 10.5  # a little more than between two heartbeats
 _LOST_NEAR_SECONDS = 2.0
 PINS: dict[str, tuple[str, ...]] = {
     "off": (),
@@ -273,7 +273,17 @@ class Watch:
         self.metrics.watching = 1
         while not self._stop:
             engines = [item for item in (self._engine, self._next) if item is not None]
-            self._wait(engines, 0.05 if self._busy() else _IDLE_SECONDS)
+            due = [time.monotonic() + _IDLE_SECONDS]
+            if self._copies_due or self._next is not None:
+                due.append(time.monotonic() + _COPY_SECONDS)
+            if self.options.metrics is not None:
+                due.append(metrics_due)
+            if self._suppressed or self._unjudged:
+                due.append(suppressed_due)
+            if self.options.duration:
+                due.append(begin + self.options.duration)
+            idle = max(0.0, min(due) - time.monotonic())
+            self._wait(engines, 0.05 if self._busy() else idle)
             now = time.monotonic()
             for engine in engines:
                 engine.correlator.overdue(now)
