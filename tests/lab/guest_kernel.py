@@ -25,7 +25,7 @@ import numpy as np
 
 from regrepro.core import memory, pins
 from regrepro.errors import Unmet
-from regrepro.kernel import leftovers, node, zones
+from regrepro.kernel import leftovers, node, pressure, zones
 from regrepro.kernel.memoryblocks import MemoryBlock, block_size, candidates, online_movable
 from regrepro.kernel.memorymap import (
     ABSENT,
@@ -196,40 +196,71 @@ def plant_wrong_layouts(memory_map: MemoryMap) -> None:
 def churn(seconds: float) -> None:
     """Self-check under load: allocation and freeing, compaction, CMA filled by pages, cache dropped."""
     stop = multiprocessing.Event()
+    # One counter for each kind of work, written by its own process only.
+    done = {name: multiprocessing.RawValue("L", 0) for name in ("allocations", "compactions", "fills")}
+    sizes = [16 << 20, 32 << 20, 64 << 20]
+    workers: list[multiprocessing.Process] = []
 
-    def hog(number: int) -> None:
+    def hog() -> None:
         while not stop.is_set():
-            with memory.Range.anonymous((64 << 20) * (1 + number), huge=bool(number % 2)) as buffer:
-                buffer.populate()
+            for number, size in enumerate(sizes):
+                with memory.Range.anonymous(size, huge=bool(number % 2)) as buffer:
+                    buffer.populate()
+                done["allocations"].value += 1
 
     def stir() -> None:
         while not stop.is_set():
             drain()
             Path("/proc/sys/vm/drop_caches").write_text("3")
+            done["compactions"].value += 1
             time.sleep(0.2)
 
-    workers = [multiprocessing.Process(target=hog, args=(n,), daemon=True) for n in range(3)]
-    workers.append(multiprocessing.Process(target=stir, daemon=True))
+    def fill() -> None:
+        """Take what the others leave, so that most of the unpinnable memory is used, too; give it back."""
+        while not stop.is_set():
+            left = zones.read_meminfo()["MemAvailable"] - max(sizes) - (160 << 20)
+            if left > 0:
+                with memory.Range.anonymous(left // PAGE * PAGE, huge=False) as buffer:
+                    buffer.populate()
+                    done["fills"].value += free_unpinnable() < before // 2
+            time.sleep(0.1)
+
+    for work in (hog, stir, fill):
+        workers.append(multiprocessing.Process(target=work, daemon=True))
+    before = free_unpinnable()
+    kills = pressure.oom_kills()
     for worker in workers:
         worker.start()
-    passed = attempts = rounds = 0
-    until = time.monotonic() + seconds
+    passed = attempts = rounds = compared = moved_zones = 0
+    differences: list[object] = []
+    began = time.monotonic()
     try:
-        while time.monotonic() < until or rounds < 5:
+        while time.monotonic() < began + seconds or rounds < 5:
             seen = read_memory_map()
             rounds += 1
             passed += seen.selfcheck["passed"] is True
+            differences += seen.selfcheck["differences"]
             attempts += seen.selfcheck.get("attempts", 0)
+            compared += 2 * len(seen.blocks or ())
+            spans = {(z.node, z.name): (z.start_pfn, z.spanned, z.present) for z in zones.read_zones()}
+            moved_zones += any(
+                spans.get((z.node, z.name)) != (z.start_pfn, z.spanned, z.present) for z in seen.zones
+            )
     finally:
         stop.set()
         for worker in workers:
-            worker.join(20)
+            worker.join(30)
             worker.kill()
-    check(
-        f"churn: self-check passed in all of {rounds} maps",
-        passed == rounds,
-        f"{attempts} attempts",
-    )
+    counts = ", ".join(f"{value.value} {name}" for name, value in done.items())
+    note = f"{time.monotonic() - began:.0f} s: {counts}, {compared} counts compared, {attempts} attempts"
+    check(f"churn: self-check passed in all of {rounds} maps", passed == rounds, f"{note} {differences[:4]}")
+    check("churn: zones equal /proc/zoneinfo in each", moved_zones == 0, f"{moved_zones} did not")
+    check("churn: no process was ended for want of memory", pressure.oom_kills() == kills)
+
+
+def free_unpinnable() -> int:
+    """Return the free pages of CMA and of ZONE_MOVABLE."""
+    return sum(zone.free if zone.name == "Movable" else zone.free_cma or 0 for zone in zones.read_zones())
 
 
 def witness_by_moving(memory_map: MemoryMap, reader: PageReader) -> None:
