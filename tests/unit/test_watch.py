@@ -684,7 +684,8 @@ def test_one_that_died_is_what_it_was_when_it_opened_its_device(
         path.unlink()
     gone = made._of_process(6)
     assert gone.limits == {"memlock_soft": 4096} and gone.capabilities == []
-    assert gone.facts["comm"] == "app" and gone.facts["read_at"] == "the opening of the device"
+    assert gone.facts["comm"] == "app" and set(gone.facts["of_opening"]) >= {"comm", "uid"}
+    assert "of_opening" not in made._of_process(7).facts
     assert any("status" in problem for problem in gone.problems)
     assert made._of_process(7).limits == {}
     # So that the layer of its failure is known.

@@ -101,15 +101,31 @@ class Observer:
         self._met[pid] = process.read_process(pid)
 
     def _of_process(self, pid: int) -> Process:
-        """Read a process; one that is gone is what it was when it opened its device."""
+        """Read a process. What of one that dies can no longer be read is of the opening of its device."""
         seen = process.read_process(pid)
         before = self._met.get(pid)
-        if before is None or seen.limits or not before.limits:
+        starts = seen.facts.get("starttime"), before.facts.get("starttime") if before is not None else None
+        if before is None or (starts[0] is not None and starts[0] != starts[1]):  # another of the same number
             return seen
-        # What it had locked by then says nothing of now.
-        limits = {name: value for name, value in before.limits.items() if name not in ("vmpin", "vmlck")}
-        facts = {**before.facts, "read_at": "the opening of the device"}
-        return Process(pid, facts, limits, before.capabilities, seen.problems)
+        if seen.capabilities is None:
+            seen.capabilities = before.capabilities
+        for name, value in before.limits.items():
+            if name not in ("vmpin", "vmlck"):  # what it had locked by then says nothing of now
+                seen.limits.setdefault(name, value)
+        nothing: tuple[Any, ...] = (
+            None,
+            "",
+            {},
+        )  # a zombie's command line is empty, and so is its environment
+        older = [
+            name
+            for name, value in before.facts.items()
+            if seen.facts.get(name) in nothing and value not in nothing
+        ]
+        seen.facts.update({name: before.facts[name] for name in older})
+        if older:
+            seen.facts["of_opening"] = sorted(older)
+        return seen
 
     def look(self, failure: Failure) -> Evidence:
         """Look at the process of a failure now: first its pages, then the rest."""
