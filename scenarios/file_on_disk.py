@@ -12,7 +12,13 @@ from regrepro import Stage, change, scenario
             "kernel>=6.5": {"verdict": "other-failure", "layer": "longterm-refused", "errno": "EFAULT"},
             "kernel>=5.13": "reproduced",
             "kernel<5.13": {"verdict": "not-reproduced", "basis": "kernel"},
-        }
+        },
+        "longterm": {
+            # The pin itself is refused.
+            "kernel>=6.5": {"verdict": "other-failure", "layer": "cuda-pin"},
+            # Nothing in GUP refuses it; io_uring, by which the stand-in pins, takes no file on any kernel.
+            "kernel<6.5": {"verdict": ["other-failure", "not-reproduced"]},
+        },
     },
     controls={"no-pin": change(pin="none")},
     profiles=(),

@@ -17,6 +17,7 @@ from regrepro import Stage, change, scenario
         "longterm": {
             "kernel>=6.6": "not-reproduced",
             # The pin itself is refused.
+            "kernel>=5.18": {"verdict": "other-failure", "layer": "cuda-pin"},
             "kernel>=5.13": {"verdict": ["other-failure", "not-reproduced"]},
             "kernel<5.13": "not-reproduced",
         },
