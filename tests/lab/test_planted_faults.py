@@ -1,4 +1,4 @@
-"""Planted faults on a real kernel: those that take a moment. The whole table is `regrepro lab faults`."""
+"""Planted faults on one real kernel. The whole table is `regrepro lab faults`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(1800)]
 
-# These take minutes: half a million registrations, all memory made into huge pages.
+# These take two minutes each, and more memory: half a million registrations, all memory made into huge pages.
 SLOW = ("mrs_exhausted", "no_page_to_move_to")
 
 
@@ -32,3 +32,12 @@ def test_the_layer_is_named_for_each_fault(lab: Lab, tmp_path: Path) -> None:
     assert said["transient_reference"] == "page-migration (ENOMEM)"
     assert said["locked_memory_limit"] == "memlock-accounting (ENOMEM)"
     assert said["fork_after_get"] == "succeeds (kernel)"
+
+
+def test_the_layer_is_named_for_faults_that_take_minutes(lab: Lab, tmp_path: Path) -> None:
+    lab.require("7.3")
+    table = faults.run_faults(faults.Plan(SLOW, ("7.3",)), tmp_path, Silent())
+    assert list(notes(table)) == []
+    assert faults.exit_code(table) == 0
+    said = {fault["scenario"]: text(fault["cells"]["7.3"]) for fault in table["faults"]}
+    assert said == {"mrs_exhausted": "mkey (EINVAL)", "no_page_to_move_to": "migration-target (ENOMEM)"}
