@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import statistics
-from dataclasses import replace
 from pathlib import Path
 
-from measuring import HERE, Row, Work, least, measurement
+from measuring import HERE, Paced, Row, Work, measurement
 
 LARGE, SMALL = 64 << 20, os.sysconf("SC_PAGE_SIZE")
 COUNT = 200
-TURN = 10  # of which the quickest counts: what else runs on the machine only ever adds
+TURN = 10  # that are timed together
+PACE = "REGREPRO_BENCH_PACE"  # variable that names the program
 # How a scenario registers many times: in one call, or step by step with page states and trace of each.
 SERIES, STEPS = "series", "steps"
 SHARED = "guest"
@@ -35,61 +35,58 @@ def registrations(work: Work) -> list[Row]:
     """Run a scenario by the runner, as `regrepro run` does, with all that a record holds.
 
     The bare loops run between two runs, when no probe of ours is armed: a kprobe costs every process.
+    So the two sides cannot take turns, and each is timed in the pace of its own moment.
     """
     pairs: dict[tuple[str, str, int], list[tuple[float, float]]] = {}
-    quickest = {LARGE: float("inf"), SMALL: float("inf")}  # the bare loop is the same for all ways
-    for number in range(max(3, work.rounds)):
-        for way, (trace, place, steps) in WAYS.items():
-            bare = {}
-            for length in (LARGE, SMALL):
-                with work.bare("register_loop", str(length)) as loop:
-                    bare[length] = loop.quickest(COUNT // TURN, TURN)
-                    quickest[length] = min(quickest[length], bare[length])
-            recorded = _recorded(work.directory / place / f"registrations-{trace}-{number}", trace, steps)
-            for (manner, length), each in recorded.items():
-                pairs.setdefault((way, manner, length), []).append((each, bare[length]))
-    rows = []
-    for manner, said in ((SERIES, "in a series"), (STEPS, "step by step")):
-        for way in (way for way in WAYS if (way, manner, LARGE) in pairs):
-            what = f"recorded registration of 64 MiB {said} / bare C{way}"
-            row = least(what, pairs[way, manner, LARGE], BOUND.get((way, manner)))
-            assert row.ours is not None
-            rows.append(replace(row, bare=quickest[LARGE], value=row.ours / quickest[LARGE]))
-            added = [(ours - bare) * 1e6 for ours, bare in pairs[way, manner, SMALL]]
-            rows.append(
-                Row(
-                    f"added to one of one page by recording it {said}{way}",
-                    statistics.median(added),
-                    unit="us",
-                    ours=statistics.median(ours for ours, _ in pairs[way, manner, SMALL]),
-                    bare=statistics.median(bare for _, bare in pairs[way, manner, SMALL]),
-                    spread=(min(added), max(added)),
+    os.environ[PACE] = str(work.program("pace"))
+    with Paced(work) as paced:
+        for number in range(max(3, work.rounds)):
+            for way, (trace, place, steps) in WAYS.items():
+                bare = {}
+                for length in (LARGE, SMALL):
+                    with work.bare("register_loop", str(length)) as loop:
+                        bare[length] = paced.loop(loop, COUNT // TURN, TURN)
+                out = work.directory / place / f"registrations-{trace}-{number}"
+                for (manner, length), each in _recorded(out, trace, steps).items():
+                    pairs.setdefault((way, manner, length), []).append((each, bare[length]))
+        rows = []
+        for manner, said in ((SERIES, "in a series"), (STEPS, "step by step")):
+            for way in (way for way in WAYS if (way, manner, LARGE) in pairs):
+                what = f"recorded registration of 64 MiB {said} / bare C{way}"
+                rows.append(paced.row(what, pairs[way, manner, LARGE], BOUND.get((way, manner))))
+                small = paced.row("", pairs[way, manner, SMALL], None)
+                assert small.ours is not None and small.bare is not None
+                rows.append(
+                    Row(
+                        f"added to one of one page by recording it {said}{way}",
+                        (small.ours - small.bare) * 1e6,
+                        unit="us",
+                        ours=small.ours,
+                        bare=small.bare,
+                    )
                 )
-            )
     return rows
 
 
 def _recorded(out: Path, trace: str, steps: int) -> dict[tuple[str, int], float]:
-    """Run the scenario once; return the seconds of one registration by way and length."""
+    """Run the scenario once; return by way and length how many trivial system calls one registration takes."""
     from regrepro import runner
     from regrepro.options import RunOptions
     from regrepro.record import read_record
 
     shutil.rmtree(out, ignore_errors=True)
     runner.run([str(HERE / "registrations.py")], RunOptions(trace=trace, option=(f"steps={steps}",)), out)
-    found: dict[tuple[str, int], float] = {}
-    when: dict[int, list[float]] = {}
+    turns: dict[tuple[str, int], list[float]] = {}
+    lines: list[float] = []
     for event in read_record(out).events:
         if event.get("control") is not None:
             continue
         if event["event"] in ("exception", "unmet") or event.get("errno"):
             raise SystemExit(f"bench: {event}")
-        if event["event"] == "step" and event["name"] == "turn":
-            key = STEPS, event["length"]
-            found[key] = min(found.get(key, float("inf")), event["each"])
-        elif event["event"] == "registered":
-            when.setdefault(event["length"], []).append(event["t"])
-    for length, times in when.items():
-        turns = zip(times, times[TURN:], strict=False)
-        found[SERIES, length] = min(end - begin for begin, end in turns) / TURN
-    return found
+        if event["event"] == "registered":
+            lines.append(event["t"])
+        elif event["event"] == "step" and event["name"] == "turn":
+            each = (lines[-1] - lines[0]) / TURN if event["way"] == SERIES else event["each"]
+            turns.setdefault((event["way"], event["length"]), []).append(each / event["pace"])
+            lines.clear()
+    return {key: statistics.median(values) for key, values in turns.items()}

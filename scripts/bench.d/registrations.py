@@ -8,7 +8,8 @@ from pathlib import Path
 from regrepro import Stage, change, scenario
 
 sys.path.insert(0, str(Path(__file__).parent))
-from measure_registrations import COUNT, LARGE, SERIES, SMALL, STEPS, TURN
+from measure_registrations import COUNT, LARGE, PACE, SERIES, SMALL, STEPS, TURN
+from measuring import Bare, Paced
 
 
 @scenario(
@@ -25,18 +26,22 @@ def registrations(stage: Stage) -> None:
     """Register and deregister many times, and note how long it took."""
     if _is_second_pass():
         return
-    for length in (LARGE, SMALL):
-        buffer = stage.buffer(length=length)
-        for way, count in ((SERIES, COUNT), (STEPS, stage.option("steps"))):
-            if way == SERIES:  # its lines say when each was made
-                if not stage.register_many(buffer, count):
-                    raise RuntimeError("a registration was refused")
-                continue
-            for _ in range(count // TURN):
-                started = time.perf_counter()
-                for _ in range(TURN):
-                    stage.register(buffer).deregister()
-                stage.step("turn", length=length, each=(time.perf_counter() - started) / TURN)
+    with Bare(Path(os.environ[PACE])) as pace:
+        for length in (LARGE, SMALL):
+            buffer = stage.buffer(length=length)
+            for way, turns in ((SERIES, COUNT // TURN), (STEPS, stage.option("steps") // TURN)):
+                for _ in range(turns):
+                    before, started = pace.seconds(Paced.CALLS), time.perf_counter()
+                    if way == SERIES:
+                        # One that is recorded as any other, then a line each: TURN times from line to line.
+                        if not stage.register_many(buffer, TURN + 2):
+                            raise RuntimeError("a registration was refused")
+                    else:
+                        for _ in range(TURN):
+                            stage.register(buffer).deregister()
+                    each = (time.perf_counter() - started) / TURN
+                    around = (before + pace.seconds(Paced.CALLS)) / 2 / Paced.CALLS
+                    stage.step("turn", way=way, length=length, each=each, pace=around)
 
 
 def _is_second_pass() -> bool:
