@@ -69,7 +69,7 @@ def registrations(work: Work) -> list[Row]:
 
 
 def _recorded(out: Path, trace: str, steps: int) -> dict[tuple[str, int], float]:
-    """Run the scenario once; return by way and length how many trivial system calls one registration takes."""
+    """Run the scenario once; return by way and length how many trivial calls one registration takes."""
     from regrepro import runner
     from regrepro.options import RunOptions
     from regrepro.record import read_record
