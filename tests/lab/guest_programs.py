@@ -210,9 +210,12 @@ class Beside:
                     continue
                 seen = self.events_of(line)
                 check(f"{name}: the verb is its own word", seen["register"]["verb_how"] == "observed")
-                told = seen["scenario-begin"]["watched"].get("mnt_namespace")
+                watched = seen["scenario-begin"]["watched"]
+                told = watched.get("mnt_namespace")
                 wanted = "its own" if name == "a mount namespace" else "the node's"
-                check(f"{name}: its mount namespace", told == wanted, str(told))
+                # ibv_rc_pingpong dies at once: what could not be read of it must be named.
+                named = name == "a chroot" and any("/ns/mnt" in text for text in watched["not_read"])
+                check(f"{name}: its mount namespace", told == wanted or (told is None and named), str(told))
             told = self.watcher.caught(server.pid, 0, 0)
             check("a chroot: nothing is told of its server, which succeeded", not told, str(told))
         finally:

@@ -129,6 +129,14 @@ def read_process(pid: int, proc: Path = PROC) -> Process:
         soft = memlock_limit(limits)
         if not isinstance(soft, str):
             result.limits["memlock_soft"] = soft
+    for name in ("mnt", "pid"):
+        try:
+            own = (base / "ns" / name).stat().st_ino
+            first = (proc / "1" / "ns" / name).stat().st_ino
+        except OSError as error:
+            problems.append(f"{error.filename}: {error.strerror}")
+            continue
+        facts[f"{name}_namespace"] = "its own" if own != first else "the node's"
     environ = _read(base / "environ", problems)
     if environ is not None:
         facts["rank"] = rank_variables(environ)
@@ -140,13 +148,6 @@ def read_process(pid: int, proc: Path = PROC) -> Process:
         line = next((line for line in cgroup.splitlines() if line.startswith("0::")), cgroup.split("\n")[0])
         facts["cgroup"] = line.split(":", 2)[-1]
         facts["container"] = container_of(cgroup)
-    for name in ("mnt", "pid"):
-        try:
-            own = (base / "ns" / name).stat().st_ino
-            first = (proc / "1" / "ns" / name).stat().st_ino
-        except OSError:
-            continue
-        facts[f"{name}_namespace"] = "its own" if own != first else "the node's"
     return result
 
 
