@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(3600)]
 
-GIB = 1 << 30
+MIB, GIB = 1 << 20, 1 << 30
+UNEVEN = (1001 * MIB, 999 * MIB)
 KERNEL, CUDA = ("guest_kernel.py",), ("guest_cuda.py",)
 REFUSES, REGISTERS = ("--expect-refusal", "yes"), ("--expect-refusal", "no")
 TRACE = ("guest_trace.py", *REFUSES)
@@ -46,6 +47,20 @@ ROWS = [
         "7.3 cma=512M",
         LabOptions("7.3", ("cma=512M",)),
         (KERNEL, ("guest_audit.py", "cma"), ("guest_core.py", *REFUSES)),
+    ),
+    Row(
+        "7.3 cma=512M, placement",
+        LabOptions("7.3", ("cma=512M",)),
+        # Without arguments it makes 20 runs and 50 presses: ten minutes.
+        (("guest_place.py", "--runs", "3", "--presses", "5"),),
+    ),
+    Row(
+        "7.3 numa_cma, uneven nodes",
+        LabOptions("7.3", ("numa_cma=0:256M,1:256M",), numa=UNEVEN),
+        (
+            ("guest_kernel.py", "--only", "churn"),
+            ("guest_place.py", "--runs", "1", "--only", "gather", "pressure", "impossible"),
+        ),
     ),
     Row(
         "7.3 movablecore=512M",
