@@ -72,6 +72,19 @@ ROWS = [
             ("guest_kills.py", "--kills", "20"),
         ),
     ),
+    Row(
+        "7.3 movablecore=512M, CUDA",
+        LabOptions("7.3", ("movablecore=512M",)),
+        (
+            ("guest_cuda.py", "--options"),
+            ("guest_cuda.py", "--place", "online-movable", "cuda_host_alloc_then_register"),
+        ),
+    ),
+    Row(
+        "5.10 movablecore=512M, CUDA",
+        LabOptions("5.10", ("movablecore=512M",)),
+        (("guest_cuda.py", "--refuses", "no"),),
+    ),
     Row("7.3", LabOptions("7.3"), (("guest_audit.py", "none"),)),
     *(
         Row(f"{series} movablecore=512M", LabOptions(series, ("movablecore=512M",)), programs)
