@@ -411,6 +411,17 @@ int rr_cu_dmabuf_fd(struct rr_cuda *cuda, uint64_t address, size_t length, uint6
 	return cuda->cu_mem_get_handle_for_address_range(fd, address, length, CU_RANGE_HANDLE_DMA_BUF_FD, flags);
 }
 
+/* The driver's handle of a device. */
+static int get_device(const struct rr_cuda *cuda, int device, int *handle)
+{
+	int error;
+
+	if (!cuda->cu_init || !cuda->cu_device_get)
+		return -ENOSYS;
+	error = cuda->cu_init(0);
+	return error ? error : cuda->cu_device_get(handle, device);
+}
+
 int rr_cu_device_name(struct rr_cuda *cuda, int device, char *name, size_t size)
 {
 	int handle = 0, error;
@@ -418,12 +429,9 @@ int rr_cu_device_name(struct rr_cuda *cuda, int device, char *name, size_t size)
 	if (!size || size > INT_MAX)
 		return -EINVAL;
 	name[0] = '\0';
-	if (!cuda->cu_init || !cuda->cu_device_get || !cuda->cu_device_get_name)
+	if (!cuda->cu_device_get_name)
 		return -ENOSYS;
-	error = cuda->cu_init(0);
-	if (error)
-		return error;
-	error = cuda->cu_device_get(&handle, device);
+	error = get_device(cuda, device, &handle);
 	if (error)
 		return error;
 	error = cuda->cu_device_get_name(name, (int)size, handle);
@@ -437,12 +445,9 @@ int rr_cu_device_memory(struct rr_cuda *cuda, int device, uint64_t *bytes)
 	int handle = 0, error;
 
 	*bytes = 0;
-	if (!cuda->cu_init || !cuda->cu_device_get || !cuda->cu_device_total_mem)
+	if (!cuda->cu_device_total_mem)
 		return -ENOSYS;
-	error = cuda->cu_init(0);
-	if (error)
-		return error;
-	error = cuda->cu_device_get(&handle, device);
+	error = get_device(cuda, device, &handle);
 	if (error)
 		return error;
 	error = cuda->cu_device_total_mem(&size, handle);
@@ -454,11 +459,8 @@ int rr_cu_device_attribute(struct rr_cuda *cuda, int device, int attribute, int 
 {
 	int handle = 0, error;
 
-	if (!cuda->cu_init || !cuda->cu_device_get || !cuda->cu_device_get_attribute)
+	if (!cuda->cu_device_get_attribute)
 		return -ENOSYS;
-	error = cuda->cu_init(0);
-	if (error)
-		return error;
-	error = cuda->cu_device_get(&handle, device);
+	error = get_device(cuda, device, &handle);
 	return error ? error : cuda->cu_device_get_attribute(value, attribute, handle);
 }

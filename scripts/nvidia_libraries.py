@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from regrepro.lab.archive import KEYRINGS, debian_architecture, mirrors_of_host
+from regrepro.lab.archive import KEYRINGS, apt_configuration, debian_architecture, mirrors_of_host
 
 # The oldest and the newest of each major version that has wheels; 11.7 is the oldest that is supported.
 RUNTIMES = (
@@ -109,19 +109,13 @@ def _unpack_driver(target: Path) -> None:
         own = Path(name)
         for folder in ("lists/partial", "archives/partial"):
             (own / folder).mkdir(parents=True)
-        options = f"arch={debian_architecture()} target=Packages signed-by={keyring}"
-        sources = "".join(f"deb [{options}] {host.site} {suite} non-free\n" for suite in suites)
-        (own / "sources.list").write_text(sources)
-        # As in regrepro.lab.archive: a state of its own, and none of the host's hooks.
-        (own / "apt.conf").write_text(
-            f'Dir::State::lists "{own}/lists";\nDir::Cache "{own}";\n'
-            f'Dir::Etc::sourcelist "{own}/sources.list";\n'
-            'Dir::Cache::pkgcache "";\nDir::Cache::srcpkgcache "";\nDir::Etc::sourceparts "-";\n'
-            'Dir::Etc::preferences "-";\nDir::Etc::preferencesparts "-";\n'
-            "#clear APT::Update::Pre-Invoke;\n#clear APT::Update::Post-Invoke;\n"
-            '#clear APT::Update::Post-Invoke-Success;\nAcquire::Languages "none";\nAcquire::Retries "2";\n'
-            'APT::Sandbox::User "root";\n'
-        )
+        architecture = debian_architecture()
+        options = f"arch={architecture} target=Packages signed-by={keyring}"
+        source_file = own / "sources.list"
+        source_file.write_text("".join(f"deb [{options}] {host.site} {suite} non-free\n" for suite in suites))
+        configuration = apt_configuration(own, source_file, architecture)
+        # This folder is root's alone: apt's own user could not download into it.
+        (own / "apt.conf").write_text(f'{configuration}APT::Sandbox::User "root";\n')
         for command in (["update", "-q"], ["download", "-q", DRIVER]):
             said = _run(["apt-get", "-c", str(own / "apt.conf"), *command], cwd=own)
             if said:

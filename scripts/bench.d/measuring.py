@@ -21,10 +21,11 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 HERE = Path(__file__).parent
 WHERES = ("host", "guest")
+_Program = TypeVar("_Program", bound="Bare")
 
 
 @dataclass
@@ -107,7 +108,7 @@ class Bare:
         """Return the seconds of one time round, out of the quickest of `turns` turns of `count` each."""
         return min(self.seconds(count) for _ in range(turns)) / count
 
-    def __enter__(self) -> Bare:
+    def __enter__(self: _Program) -> _Program:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -116,16 +117,25 @@ class Bare:
         self._process.wait()
 
 
+class Pace(Bare):
+    """The program `pace`: how long a system call that does next to nothing takes just now."""
+
+    CALLS = 2000
+
+    def around(self, timed: Callable[[], float]) -> tuple[float, float]:
+        """Return the seconds that `timed` says, and the mean of such a call right before and after it."""
+        before = self.seconds(self.CALLS)
+        return timed(), (before + self.seconds(self.CALLS)) / 2 / self.CALLS
+
+
 class Paced:
     """Times loops that cannot take turns, by the pace of this machine right before and after each.
 
     A virtual machine's pace changes twofold within seconds, with what else its host does.
     """
 
-    CALLS = 2000
-
     def __init__(self, work: Work) -> None:
-        self._pace = work.bare("pace")
+        self._pace = Pace(work.program("pace"))
         self._quickest = float("inf")
 
     def __enter__(self) -> Paced:
@@ -138,11 +148,9 @@ class Paced:
         """Return how many trivial system calls take as long as one time round: the median of the turns."""
         values = []
         for _ in range(turns):
-            before = self._pace.seconds(self.CALLS)
-            each = loop.seconds(count) / count
-            around = (before + self._pace.seconds(self.CALLS)) / 2 / self.CALLS
-            self._quickest = min(self._quickest, around)
-            values.append(each / around)
+            seconds, call = self._pace.around(lambda: loop.seconds(count))
+            self._quickest = min(self._quickest, call)
+            values.append(seconds / count / call)
         return statistics.median(values)
 
     def row(self, what: str, pairs: Sequence[tuple[float, float]], bound: float | None) -> Row:

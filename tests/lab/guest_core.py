@@ -343,20 +343,20 @@ def unpinnable_pages(count: int) -> memory.Range:
     if not SPANS:
         SPANS.extend(unpinnable_spans())
     chosen: list[tuple[int, int]] = []  # address, frame
-    held: list[memory.Range] = []
+    pieces = 0
     with contextlib.ExitStack() as stack:
         # The kernel lends CMA as it likes: take more until there are enough.
-        while len(chosen) < count and (not held or free_memory() > 4 * PROBE):
+        while len(chosen) < count and (not pieces or free_memory() > 4 * PROBE):
             source = stack.enter_context(memory.Range.anonymous(PROBE, huge=False))
             source.populate()
-            held.append(source)
+            pieces += 1
             frames = pfns(source.address, source.pages)
             chosen += [
                 (source.address + index * PAGE, frame)
                 for index, frame in enumerate(frames)
                 if any(low <= frame < end for low, end in SPANS)
             ]
-        print(f"# {len(chosen)} pages in {len(held)} pieces lie in {len(SPANS)} unpinnable spans", flush=True)
+        print(f"# {len(chosen)} pages in {pieces} pieces lie in {len(SPANS)} unpinnable spans", flush=True)
         if len(chosen) < count:
             raise SystemExit(f"Bail out! only {len(chosen)} pages in unpinnable memory")
         chosen = chosen[:count]

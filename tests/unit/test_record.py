@@ -123,7 +123,7 @@ _WRITE = os.write
 
 def test_a_writer_killed_anywhere_is_put_right(writer: RecordWriter, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kill between any two steps of one line, and of the repair after an earlier kill."""
-    texts, lines = [], 0
+    texts = []
     for steps in range(20):
         for steps_of_repair in range(4):
             cells = writer._cells

@@ -174,6 +174,33 @@ def debian_architecture() -> str:
         ) from None
 
 
+def apt_configuration(directory: Path, source_file: Path, architecture: str) -> str:
+    """Return a configuration for apt with a state of its own below `directory`.
+
+    `#clear` drops what the host hooks into an update: it would act on the host's own state.
+    """
+    return (
+        f'Dir::State::lists "{directory}/lists";\n'
+        f'Dir::Cache "{directory}";\n'
+        f'Dir::Cache::archives "{directory}/archives";\n'
+        'Dir::Cache::pkgcache "";\n'
+        'Dir::Cache::srcpkgcache "";\n'
+        f'Dir::Etc::sourcelist "{source_file}";\n'
+        'Dir::Etc::sourceparts "-";\n'
+        'Dir::Etc::preferences "-";\n'
+        'Dir::Etc::preferencesparts "-";\n'
+        "#clear APT::Update::Pre-Invoke;\n"
+        "#clear APT::Update::Post-Invoke;\n"
+        "#clear APT::Update::Post-Invoke-Success;\n"
+        "#clear APT::Architectures;\n"
+        f'APT::Architectures:: "{architecture}";\n'
+        'Acquire::Languages "none";\n'
+        'Acquire::Retries "2";\n'
+        'Acquire::http::Timeout "20";\n'
+        'Acquire::https::Timeout "20";\n'
+    )
+
+
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Hold an exclusive lock on a file, which stays; it goes with the process whatever happens to it."""
@@ -385,27 +412,8 @@ class Archive:
         # A mirror's address may carry credentials.
         source_file.touch(mode=0o600)
         source_file.write_text(sources, encoding="utf-8")
-        # `#clear` drops what the host hooks into an update: it would act on the host's own state.
         self._configuration.write_text(
-            f'Dir::State::lists "{directory}/lists";\n'
-            f'Dir::Cache "{directory}";\n'
-            f'Dir::Cache::archives "{directory}/archives";\n'
-            'Dir::Cache::pkgcache "";\n'
-            'Dir::Cache::srcpkgcache "";\n'
-            f'Dir::Etc::sourcelist "{source_file}";\n'
-            'Dir::Etc::sourceparts "-";\n'
-            'Dir::Etc::preferences "-";\n'
-            'Dir::Etc::preferencesparts "-";\n'
-            "#clear APT::Update::Pre-Invoke;\n"
-            "#clear APT::Update::Post-Invoke;\n"
-            "#clear APT::Update::Post-Invoke-Success;\n"
-            "#clear APT::Architectures;\n"
-            f'APT::Architectures:: "{architecture}";\n'
-            'Acquire::Languages "none";\n'
-            'Acquire::Retries "2";\n'
-            'Acquire::http::Timeout "20";\n'
-            'Acquire::https::Timeout "20";\n',
-            encoding="utf-8",
+            apt_configuration(directory, source_file, architecture), encoding="utf-8"
         )
 
     def _run_apt(self, command: Sequence[str], *, limit: float) -> str:
