@@ -124,8 +124,13 @@ class Pace(Bare):
 
     def around(self, timed: Callable[[], float]) -> tuple[float, float]:
         """Return the seconds that `timed` says, and the mean of such a call right before and after it."""
-        before = self.seconds(self.CALLS)
-        return timed(), (before + self.seconds(self.CALLS)) / 2 / self.CALLS
+
+        def call() -> float:
+            self.seconds(self.CALLS)  # what ran before has left its caches cold
+            return self.seconds(self.CALLS) / self.CALLS
+
+        before = call()
+        return timed(), (before + call()) / 2
 
 
 class Paced:
