@@ -20,7 +20,8 @@ from regrepro import Stage, change, scenario
 )
 def cuda_host_register_file(stage: Stage) -> None:
     """Pin a writable mapping of a file by cudaHostRegister, then register it."""
-    buffer = stage.faults.buffer_of_file(pages=stage.option("pages"))
+    # Where Linux lets anything be pinned: of the file, not of the place of its pages, is what happens.
+    buffer = stage.faults.buffer_of_file(pages=stage.option("pages"), place="ordinary")
     pin = stage.pin(buffer)
     if pin.errno:
         return  # CUDA itself refused, as a driver must that pins for long

@@ -288,16 +288,17 @@ def beside_gpu_jobs() -> None:
         node.unlink()
 
 
-def by_block(memory_map: MemoryMap, runs: int) -> None:
+def by_block(memory_map: MemoryMap, runs: int, node: int | None = None) -> None:
     journal = leftovers.Journal()
+    where = "" if node is None else f" on node {node}"
     try:
-        block = online_movable(journal, memory_map=memory_map)
+        block = online_movable(journal, memory_map=memory_map, node=node)
     except Unmet as unmet:
-        skip("online-movable: patterns", str(unmet))
+        skip(f"online-movable: patterns{where}", str(unmet))
         return
     with block:
-        steer(read_memory_map(), "online-movable", "movable-zone", runs, node=None)
-    check("online-movable: the block was given back", block.given_back)
+        steer(read_memory_map(), "online-movable", "movable-zone", runs, node)
+    check(f"online-movable: the block{where} was given back", block.given_back)
 
 
 def main() -> int:
@@ -328,7 +329,9 @@ def main() -> int:
         for node in nodes:
             steer(memory_map, "pressure", kind, options.runs, node)
     if wanted("blocks"):
-        by_block(memory_map, options.runs)
+        all_nodes = sorted({zone.node for zone in memory_map.zones})
+        for node in all_nodes if len(all_nodes) > 1 else [None]:
+            by_block(memory_map, options.runs, node)
     if wanted("impossible"):
         impossible(memory_map)
     if wanted("presses") and kind == "cma":

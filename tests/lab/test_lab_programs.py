@@ -59,7 +59,7 @@ ROWS = [
         LabOptions("7.3", ("numa_cma=0:256M,1:256M",), numa=UNEVEN),
         (
             ("guest_kernel.py", "--only", "churn"),
-            ("guest_place.py", "--runs", "1", "--only", "gather", "pressure", "impossible"),
+            ("guest_place.py", "--runs", "1", "--only", "gather", "pressure", "blocks", "impossible"),
         ),
     ),
     Row(
@@ -93,7 +93,10 @@ ROWS = [
                 "6.12",
                 (KERNEL, ("guest_audit.py", "movablecore"), ("guest_core.py", *REFUSES), TRACE, CUDA, WATCH),
             ),
-            ("6.1", (KERNEL, ("guest_audit.py", "movablecore"), ("guest_core.py", *REFUSES), TRACE, WATCH)),
+            (
+                "6.1",
+                (KERNEL, ("guest_audit.py", "movablecore"), ("guest_core.py", *REFUSES), TRACE, CUDA, WATCH),
+            ),
             ("5.10", (KERNEL, ("guest_core.py", *REGISTERS), ("guest_trace.py", *REGISTERS))),
         )
     ),

@@ -39,7 +39,7 @@ from regrepro.stage.backend import (
 
 if TYPE_CHECKING:
     from regrepro.stage import Stage
-    from regrepro.stage.buffers import Buffer
+    from regrepro.stage.buffers import Buffer, Place
 
 _T = TypeVar("_T")
 
@@ -212,21 +212,13 @@ class Faults:
             memory.populate()
         return self._stage.adopt(memory, "anonymous")
 
-    def buffer_of_file(self, pages: int) -> Buffer:
+    def buffer_of_file(self, pages: int, place: Place = "any") -> Buffer:
         """Make a buffer that is a shared, writable mapping of a file which the kernel writes back to a disk.
 
         In a guest of the lab, which has no disk, the file lies in an ext2 on a loop device. In the control
         it is a memfd, which is never written back.
         """
-        if not self.planted:
-            return self._stage.buffer(pages=pages, backing="memfd")
-        from regrepro.core.memory import Range as Memory
-
-        directory = written_back(self._stage.backend.in_lab)
-        with tempfile.NamedTemporaryFile(prefix="regrepro-", dir=directory) as file:
-            memory = Memory.file(file.name, pages * PAGE_SIZE)
-        memory.populate()
-        return self._stage.adopt(memory, "file")
+        return self._stage.buffer(pages=pages, place=place, backing="file" if self.planted else "memfd")
 
     # References
 
