@@ -6,13 +6,14 @@ import argparse
 import contextlib
 import json
 import shlex
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
-from measuring import HERE, Row, Work, all_measurements
+from measuring import HERE, Measurement, Row, Work, all_measurements
 
 SOURCE = HERE.parent.parent / "src"
 GUEST_MEMORY = 4 << 30
@@ -132,6 +133,17 @@ def main() -> int:
         given.inside.write_text(json.dumps([row.as_json() for row in rows]))
         return 0
 
+    from regrepro.errors import RegreproError
+
+    try:
+        return measure(given, chosen)
+    except RegreproError as problem:  # of the lab: a kernel, a machine, or a signal that ended it
+        print(f"bench: {problem}", file=sys.stderr)
+        return problem.exit_code
+
+
+def measure(given: argparse.Namespace, chosen: list[Measurement]) -> int:
+    """Measure in a guest and here, and show; return 0 when every bound holds, else 1."""
     with work_directory(given.work) as directory:
         work = Work(directory, given.rounds, given.kernel, given.accel)
         work.compile()
@@ -150,5 +162,14 @@ def main() -> int:
     return 0 if all(row.within for row in rows) else 1
 
 
+def _stop(signum: int, _frame: object) -> NoReturn:
+    """End so that the working directory and whoever measures go, too."""
+    raise SystemExit(128 + signum)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    signal.signal(signal.SIGTERM, _stop)
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)

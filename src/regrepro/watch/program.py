@@ -33,7 +33,9 @@ VERBS = {1: "ibv_reg_mr", 2: "ibv_reg_mr_iova2", 3: "ibv_reg_dmabuf_mr"}
 STUCK_PAGES = 4  # that are told of one failed migration
 ACCOUNT_SECONDS = 15
 
-_POINTER_FAILED = "$r < 0 && $r > -4096"  # IS_ERR(), include/linux/err.h
+# IS_ERR(), include/linux/err.h. Written as one comparison: of a returned pointer, which to a trampoline has a
+# type, the verifier allows no other arithmetic.
+_POINTER_FAILED = "(uint64)retval > (uint64)0xfffffffffffff000"
 
 
 @dataclass(frozen=True)
@@ -139,9 +141,8 @@ def make_program(
     # The last one in the text is the first to be attached: a heartbeat means that all are.
     zero = "(uint64)0"
     make.add(
-        f"BEGIN {{ @verb[tid] = 0; @call[tid] = ({', '.join([zero] * 5)}); @in[tid] = {zero}; "
-        f"@pins[tid] = {zero}; @ret[tid] = {zero}; delete(@ret[tid]); "
-        "delete(@verb[tid]); delete(@call[tid]); delete(@in[tid]); delete(@pins[tid]); "
+        f"BEGIN {{ @call[tid] = ({', '.join([zero] * 6)}); @in[tid] = ({zero}, {zero}); @ret[tid] = {zero}; "
+        "delete(@call[tid]); delete(@in[tid]); delete(@ret[tid]); "
         'printf("B|%lld", nsecs);' + (' printf("W|%s", ksym((uint64)1)); }' if plain_pins else " }")
         # Symbols are read now, and not when the first stack is to be told.
     )
@@ -166,7 +167,7 @@ def make_program(
     for function in functions.carriers:
         number = make.number(function.name)
         make.add(
-            f"{make.place(function, leaving=True)} {{ if ((int64)retval < 0 && @verb[tid]) "
+            f"{make.place(function, leaving=True)} {{ if ((int64)retval < 0 && @call[tid].0) "
             f'{{ printf("C|%d|%lld|{number}|%d", tid, nsecs, (int32)retval); }} }}'
         )
     for function in functions.drivers:
@@ -180,10 +181,8 @@ def make_program(
     for function in functions.plain_pins:
         if function.name in plain_pins and longterm:
             _plain_pin(make, function, longterm)
-    make.add(
-        "tracepoint:sched:sched_process_exit { delete(@verb[tid]); delete(@call[tid]); delete(@in[tid]); }"
-    )
-    make.add("END { clear(@verb); clear(@call); clear(@in); clear(@pins); clear(@ret); clear(@beat); }")
+    make.add("tracepoint:sched:sched_process_exit { delete(@call[tid]); delete(@in[tid]); }")
+    make.add("END { clear(@call); clear(@in); clear(@ret); clear(@beat); }")
     return Program(make.text(), make.names)
 
 
@@ -200,15 +199,15 @@ def _library(make: _Maker, library: Library) -> None:
         # ibv_reg_mr(pd, addr, length, access); ibv_reg_mr_iova2(pd, addr, length, iova, access);
         # ibv_reg_dmabuf_mr(pd, offset, length, iova, fd, access).
         given = {
-            1: "(arg1, arg2, arg1, arg3, (uint64)0)",
-            2: "(arg1, arg2, arg3, arg4, (uint64)0)",
-            3: "(arg1, arg2, arg3, arg5, arg4)",
+            1: "arg1, arg2, arg1, arg3, (uint64)0",
+            2: "arg1, arg2, arg3, arg4, (uint64)0",
+            3: "arg1, arg2, arg3, arg5, arg4",
         }[number]
-        make.add(f"uprobe:{place} {{ @verb[tid] = {number}; @call[tid] = {given}; }}")
+        make.add(f"uprobe:{place} {{ @call[tid] = ((uint64){number}, {given}); }}")
         make.add(
-            f"uretprobe:{place} {{ if (retval == 0 && @verb[tid]) {{ $c = @call[tid]; "
-            'printf("U|%d|%d|%lld|%d|%llx|%lld|%llx|%lld|%d|%s", tid, pid, nsecs, @verb[tid], $c.0, $c.1, '
-            "$c.2, $c.3, $c.4, comm); } delete(@verb[tid]); delete(@call[tid]); }"
+            f"uretprobe:{place} {{ if (retval == 0) {{ $c = @call[tid]; if ($c.0) "
+            '{ printf("U|%d|%d|%lld|%d|%llx|%lld|%llx|%lld|%d|%s", tid, pid, nsecs, $c.0, $c.1, $c.2, '
+            "$c.3, $c.4, $c.5, comm); } } delete(@call[tid]); }"
         )
 
 
@@ -218,12 +217,13 @@ def _jumps(library: Library) -> bool:
 
 
 def _entry(make: _Maker, function: Function) -> None:
+    """Keep since when a thread is in a request, and what it pinned since then."""
     number = make.number(function.name)
-    make.add(f"{make.place(function, leaving=False)} {{ @in[tid] = nsecs; @pins[tid] = (uint64)0; }}")
+    make.add(f"{make.place(function, leaving=False)} {{ @in[tid] = ((uint64)nsecs, (uint64)0); }}")
     make.add(
-        f"{make.place(function, leaving=True)} {{ if ((int32)retval != 0) "
-        f'{{ printf("K|%d|%d|%lld|%lld|{number}|%d|%lld|%d|%d|%s", tid, pid, nsecs, @in[tid], '
-        "(int32)retval, @pins[tid], @verb[tid], uid, comm); } delete(@in[tid]); delete(@pins[tid]); }"
+        f"{make.place(function, leaving=True)} {{ if ((int32)retval != 0) {{ $i = @in[tid]; "
+        f'printf("K|%d|%d|%lld|%lld|{number}|%d|%lld|%d|%d|%s", tid, pid, nsecs, $i.0, '
+        "(int32)retval, $i.1, @call[tid].0, uid, comm); } delete(@in[tid]); }"
     )
 
 
@@ -233,26 +233,26 @@ def _driver(make: _Maker, function: Function, *, account: bool) -> None:
     start, length, iova, access = make.at_return(function, positions, "", f"d{number}")
     succeeded = ""
     if account:
-        kind = "2" if "dmabuf" in function.name else "@pins[tid] ? 1 : 3"
+        kind = "2" if "dmabuf" in function.name else "@in[tid].1 ? 1 : 3"
         succeeded = (
             f" else {{ $k = (uint64)({kind}); @count[{number}, $k, pid, comm] = count(); "
             f"@bytes[{number}, $k, pid, comm] = sum({length}); @sizes[{number}, $k] = hist({length}); }}"
         )
     make.add(
-        f"{make.place(function, leaving=True)} {{ {_pointer(function)}if ({_POINTER_FAILED}) "
-        f'{{ printf("D|%d|%lld|{number}|%d|%llx|%lld|%llx|%lld", tid, nsecs, (int32)$r, {start}, '
+        f"{make.place(function, leaving=True)} {{ if ({_POINTER_FAILED}) {{ {_pointer(function)}"
+        f'printf("D|%d|%lld|{number}|%d|%llx|%lld|%llx|%lld", tid, nsecs, (int32)$r, {start}, '
         f"{length}, {iova}, (uint64)(uint32){access}); }}{succeeded}{make.forget(function, f'd{number}')} }}"
     )
 
 
 def _pin(make: _Maker, function: Function) -> None:
     number = make.number(function.name)
-    start, pages, flags = make.at_return(function, [0, 1, 2], "/@in[tid]/", f"p{number}")
+    start, pages, flags = make.at_return(function, [0, 1, 2], "/@in[tid].0/", f"p{number}")
     make.add(
-        f"{make.place(function, leaving=True)} /@in[tid]/ {{ if ((int32)retval < 0) "
+        f"{make.place(function, leaving=True)} {{ $i = @in[tid]; if ($i.0) {{ if ((int32)retval < 0) "
         f'{{ printf("G|%d|%lld|{number}|%d|%llx|%d|%llx", tid, nsecs, (int32)retval, {start}, {pages}, '
-        f"(uint64)(uint32){flags}); @pins[tid] = @pins[tid] + ((uint64)1 << 40); }} "
-        f"else {{ @pins[tid] = @pins[tid] + ((uint64)1 << 40) + (uint64)retval; }}"
+        f"(uint64)(uint32){flags}); @in[tid] = ($i.0, (uint64)($i.1 + ((uint64)1 << 40))); }} "
+        f"else {{ @in[tid] = ($i.0, (uint64)($i.1 + ((uint64)1 << 40) + (uint64)retval)); }} }}"
         f"{make.forget(function, f'p{number}')} }}"
     )
 
@@ -265,15 +265,13 @@ def _inner(make: _Maker, function: Function) -> None:
     if function.returns is Returns.POINTER:
         first, failed, value = _pointer(function), _POINTER_FAILED, "$r"
     make.add(
-        f"{make.place(function, leaving=True)} /@in[tid]/ {{ {first}if ({failed}) "
-        f'{{ printf("I|%d|%lld|{number}|%d", tid, nsecs, (int32){value}); }} }}'
+        f"{make.place(function, leaving=True)} {{ if ({failed}) {{ if (@in[tid].0) {{ {first}"
+        f'printf("I|%d|%lld|{number}|%d", tid, nsecs, (int32){value}); }} }} }}'
     )
 
 
 def _pointer(function: Function) -> str:
-    """Return what makes a number of a returned pointer: to a trampoline it has a type, and the verifier lets
-    nobody compare it. Through a map it loses the type.
-    """
+    """Return what makes a number of a returned pointer. What a trampoline gives loses its type in a map."""
     if not function.by_trampoline:
         return "$r = (int64)retval; "
     return "@ret[tid] = (uint64)retval; $r = (int64)@ret[tid]; delete(@ret[tid]); "
@@ -281,7 +279,7 @@ def _pointer(function: Function) -> str:
 
 def _migrate(make: _Maker, function: Function, offsets: PageOffsets | None) -> None:
     """After a failure the pages that stayed are on the list that was given (migrate_pages, mm/migrate.c)."""
-    source, reason = make.at_return(function, [0, 5], "/@in[tid]/", "m")
+    source, reason = make.at_return(function, [0, 5], "/@in[tid].0/", "m")
     pages = ""
     if offsets is not None:
         at = f"($n - {offsets.lru})"
@@ -294,8 +292,8 @@ def _migrate(make: _Maker, function: Function, offsets: PageOffsets | None) -> N
             "$n = *(uint64 *)$n; } } }"
         )
     make.add(
-        f"{make.place(function, leaving=True)} /@in[tid]/ {{ if ((int32)retval != 0) "
-        f'{{ printf("M|%d|%lld|%d|%d", tid, nsecs, (int32)retval, {reason});{pages} }}'
+        f"{make.place(function, leaving=True)} {{ if ((int32)retval != 0) {{ if (@in[tid].0) "
+        f'{{ printf("M|%d|%lld|%d|%d", tid, nsecs, (int32)retval, {reason});{pages} }} }}'
         f"{make.forget(function, 'm')} }}"
     )
 
