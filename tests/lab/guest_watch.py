@@ -303,10 +303,14 @@ def dies_at_once(watcher: Watcher, name: str, refusal: bool) -> None:
     if not refusal:
         return
 
+    limit = 77 * PAGE
+
     def body(pd: verbs.ProtectionDomain) -> None:
         buffer = memory.Range.anonymous(8 * PAGE, huge=False)
         buffer.fill(1)
         pin = pins.pin_process_vm(buffer.address, buffer.length)
+        # Not what it was when the device was opened; root may pin beyond it.
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (limit, resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]))
         if refused(lambda: pd.reg_mr(buffer.address, buffer.length, ACCESS)) is not None and pin.alive():
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -323,6 +327,9 @@ def dies_at_once(watcher: Watcher, name: str, refusal: bool) -> None:
         missing = events["scenario-begin"]["watched"]["not_read"]
         named = register["before"] is not None or bool(register.get("pages_unknown"))
         check("a process that dies at once: what could not be read is named", named, f"{missing[:2]}")
+        limits = register["limits"]
+        told = limits.get("memlock_soft") == limit and "vmpin" in limits
+        check("a process that dies at once: its limits of that moment", told, str(limits))
 
 
 def at_the_same_moment(watcher: Watcher, name: str) -> None:

@@ -27,7 +27,7 @@ from regrepro.watch.lock import Lock
 from regrepro.watch.metrics import Metrics
 from regrepro.watch.output import Output
 from regrepro.watch.process import Process
-from regrepro.watch.program import Dialect, Library, PageOffsets, Program, make_program
+from regrepro.watch.program import Dialect, Library, PageOffsets, Program, TaskOffsets, make_program
 from regrepro.watch.registrations import Account
 from regrepro.watch.watch import Options, Watch
 
@@ -195,7 +195,7 @@ def held_pin(tid: int = 7, user: int = 2) -> list[str]:
         f"I|{tid}|110|{number('__gup_longterm_locked')}|-12",
         f"G|{tid}|120|{number('pin_user_pages_fast')}|-12|7f0000000000|8|101",
         f"D|{tid}|130|{number('rxe_reg_user_mr')}|-12|7f0000000000|32768|7f0000000000|7",
-        f"K|{tid}|6|140|90|{number('ib_uverbs_reg_mr')}|-12|{1 << 40}|{user}|0|python3",
+        f"K|{tid}|6|140|90|{number('ib_uverbs_reg_mr')}|-12|{1 << 40}|{user}|0|-|-|-|python3",
     ]
 
 
@@ -252,7 +252,7 @@ def test_two_threads_that_fail_at_the_same_moment_are_told_apart() -> None:
 def test_inner_failures_of_a_request_that_went_on_well_belong_to_no_later_one() -> None:
     seen = Seen()
     seen.lines(f"I|7|110|{number('__gup_longterm_locked')}|-12")
-    seen.lines(f"K|7|6|9000|8000|{number('ib_uverbs_reg_mr')}|-22|0|0|0|x")
+    seen.lines(f"K|7|6|9000|8000|{number('ib_uverbs_reg_mr')}|-22|0|0|0|-|-|-|x")
     assert seen.complete[0].inner == []
 
 
@@ -297,7 +297,7 @@ def test_what_is_lost_or_malformed_is_counted() -> None:
 
 def test_a_command_name_may_hold_anything() -> None:
     seen = Seen()
-    seen.lines(f"K|7|6|140|90|{number('ib_uverbs_reg_mr')}|-12|0|0|0|a|b c")
+    seen.lines(f"K|7|6|140|90|{number('ib_uverbs_reg_mr')}|-12|0|0|0|-|-|-|a|b c")
     assert seen.complete[0].comm == "a|b c"
 
 
@@ -663,7 +663,7 @@ def umem_failed(ret: int) -> Failure:
     seen = Seen()
     seen.lines(
         f"D|7|130|{number('rxe_reg_user_mr')}|{ret}|7f0000000000|32768|7f0000000000|7",
-        f"K|7|6|140|90|{number('ib_uverbs_reg_mr')}|{ret}|0|2|0|python3",
+        f"K|7|6|140|90|{number('ib_uverbs_reg_mr')}|{ret}|0|2|0|-|-|-|python3",
         LIBRARY,
     )
     return seen.complete[0]
@@ -681,25 +681,72 @@ def test_one_that_died_is_what_it_was_when_it_opened_its_device(
     made = observer()
     made._met = {}
     made.meet(6)
-    assert made._of_process(6).limits == {"memlock_soft": 4096, "vmpin": 16384}
+    assert made._of_process(Failure(6, 6, "app", 1)).limits == {"memlock_soft": 4096, "vmpin": 16384}
     for path in base.iterdir():
         path.unlink()
-    gone = made._of_process(6)
+    gone = made._of_process(Failure(6, 6, "app", 1))
     assert gone.limits == {"memlock_soft": 4096} and gone.capabilities == []
     assert gone.facts["comm"] == "app" and set(gone.facts["of_opening"]) >= {"comm", "uid"}
-    assert "of_opening" not in made._of_process(7).facts
+    assert "of_opening" not in made._of_process(Failure(7, 7, "app", 1)).facts
     assert any("status" in problem for problem in gone.problems)
     assert any("ns/mnt" in problem for problem in gone.problems)
-    assert made._of_process(7).limits == {}
+    assert made._of_process(Failure(7, 7, "app", 1)).limits == {}
     # So that the layer of its failure is known.
     seen = Seen()
     seen.lines(
         f"I|7|110|{number('__gup_longterm_locked')}|0",
         f"D|7|130|{number('rxe_reg_user_mr')}|-12|7f0000000000|32768|7f0000000000|7",
-        f"K|7|6|140|90|{number('ib_uverbs_reg_mr')}|-12|0|0|1000|app",
+        f"K|7|6|140|90|{number('ib_uverbs_reg_mr')}|-12|0|0|1000|-|-|-|app",
     )
     verdict = judged(seen.complete[0], limits=gone.limits, capabilities=gone.capabilities)
     assert verdict["layer"] == "memlock-accounting"
+
+
+def at_start(pid: int, start: int, limit: int) -> Process:
+    return Process(pid, {"pid": pid, "starttime": start, "comm": f"of {start}"}, {"memlock_soft": limit})
+
+
+@pytest.mark.parametrize(("now", "met"), [(500, None), (None, 500), (None, None)])
+def test_another_process_of_the_same_number_lends_it_nothing(
+    now: int | None, met: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The failure is of one that started at 300: neither who has its number now nor who had it counts."""
+    tick = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
+    shown = Process(6) if now is None else at_start(6, now, 4096)
+    monkeypatch.setattr(process, "read_process", lambda _pid: shown)
+    made = observer()
+    made._met = {} if met is None else {6: at_start(6, met, 8192)}
+    limits: dict[str, int | None] = {"memlock_soft": None, "vmpin": 0}
+    seen = made._of_process(Failure(6, 6, "app", 1, process_start=300 * tick + 5, limits=limits))
+    assert seen.facts["starttime"] == 300 and "comm" not in seen.facts and seen.limits == limits
+    assert ("process 6 is another one by now" in seen.problems) == (now is not None)
+
+
+def test_what_its_limits_were_the_kernel_has_told_of_that_very_moment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tick = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
+    monkeypatch.setattr(process, "read_process", lambda _pid: at_start(6, 300, 1 << 30))
+    made = observer()
+    made._met = {6: at_start(6, 300, 8192)}
+    seen_lines = Seen()
+    seen_lines.lines(
+        f"K|7|6|140|90|{number('ib_uverbs_reg_mr')}|-12|0|0|1000|{300 * tick}|65536|4|app",
+        f"K|8|6|150|90|{number('ib_uverbs_reg_mr')}|-12|0|0|1000|{300 * tick}|-1|0|app",
+    )
+    page = os.sysconf("SC_PAGE_SIZE")
+    first, second = (made._of_process(failure) for failure in seen_lines.complete)
+    assert first.limits == {"memlock_soft": 65536, "vmpin": 4 * page} and first.facts["comm"] == "of 300"
+    assert second.limits == {"memlock_soft": None, "vmpin": 0}
+
+
+def test_the_program_reads_a_process_limits_where_btf_says_they_lie() -> None:
+    bare = make_program(FUNCTIONS).text
+    assert "curtask" not in bare and "|-|-|-|%s" in bare
+    text = make_program(FUNCTIONS, task=TaskOffsets(1111, 2222, 3333, 4444, 5555, 6666)).text
+    told = [probe for probe in text.splitlines() if "curtask" in probe]
+    assert len(told) == len(FUNCTIONS.entries) and all('printf("K|' in probe for probe in told)
+    assert all(f" + {offset})" in told[0] for offset in (1111, 2222, 3333, 4444, 5555, 6666))
 
 
 def test_memlock_is_told_by_the_process_own_limit_and_what_it_has_pinned() -> None:
@@ -717,11 +764,11 @@ def test_a_bad_address_a_bad_flag_and_no_dmabuf() -> None:
     seen.lines(
         f"G|7|120|{number('pin_user_pages_fast')}|-14|10000|1|101",
         f"D|7|130|{number('rxe_reg_user_mr')}|-14|10000|4096|10000|7",
-        f"K|7|6|140|90|{number('ib_uverbs_reg_mr')}|-14|{1 << 40}|1|0|x",
+        f"K|7|6|140|90|{number('ib_uverbs_reg_mr')}|-14|{1 << 40}|1|0|-|-|-|x",
         "U|7|6|150|1|10000|4096|10000|7|0|x",
-        f"K|7|6|240|190|{number('ib_uverbs_reg_mr')}|-22|0|1|0|x",
+        f"K|7|6|240|190|{number('ib_uverbs_reg_mr')}|-22|0|1|0|-|-|-|x",
         "U|7|6|250|1|7f0000000000|4096|7f0000000000|2|0|x",
-        f"K|7|6|340|290|{number('ib_uverbs_handler_UVERBS_METHOD_REG_DMABUF_MR')}|-95|0|3|0|x",
+        f"K|7|6|340|290|{number('ib_uverbs_handler_UVERBS_METHOD_REG_DMABUF_MR')}|-95|0|3|0|-|-|-|x",
         "U|7|6|350|3|0|4096|0|7|0|x",
     )
     assert [judged(failure)["layer"] for failure in seen.complete] == ["page-fault", "arguments", "dma-buf"]
@@ -740,7 +787,7 @@ def test_a_migration_of_compaction_is_no_part_of_the_path() -> None:
     seen.lines(
         "M|7|100|5|0",
         f"D|7|130|{number('rxe_reg_user_mr')}|-12|7f0000000000|32768|7f0000000000|7",
-        f"K|7|6|140|90|{number('ib_uverbs_reg_mr')}|-12|0|0|0|x",
+        f"K|7|6|140|90|{number('ib_uverbs_reg_mr')}|-12|0|0|0|-|-|-|x",
     )
     trace = observer().trace(seen.complete[0], 0)
     assert "migrate_pages" not in [event["fn"] for event in trace["events"]]
@@ -870,7 +917,7 @@ def watched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         monkeypatch.setattr(watch.leftovers, "Journal", lambda: Journal(tmp_path))
 
         def read_kernel(self: Watch) -> None:
-            self._functions, self._offsets = FUNCTIONS, None
+            self._functions, self._offsets, self._task = FUNCTIONS, None, None
 
         monkeypatch.setattr(Watch, "_read_kernel", read_kernel)
         said: list[str] = []

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno as errnos
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,6 +50,7 @@ class Failure:
 
     `function`: the kernel's handler, "" where no handler ran. `verb`: the library's, "" where its copy was
     not followed. `pin_calls`, `pinned`: pins inside of the request, and the pages of those that succeeded.
+    `process_start`: of its process, ns of boottime, None where unknown; `limits`: at that moment, bytes.
     """
 
     tid: int
@@ -64,6 +66,8 @@ class Failure:
     access: int | None = None
     fd: int | None = None
     uid: int | None = None
+    process_start: int | None = None
+    limits: dict[str, int | None] = field(default_factory=dict)
     pin_calls: int = 0
     pinned: int = 0
     inner: list[Inner] = field(default_factory=list)
@@ -245,7 +249,9 @@ class Correlator:
         )
 
     def _request_failed(self, rest: str) -> None:
-        tid_, pid, ns_, since, number, ret, pins, user, uid, comm = rest.split("|", 9)
+        tid_, pid, ns_, since, number, ret, pins, user, uid, start, memlock, pinned, comm = rest.split(
+            "|", 12
+        )
         tid, ns = int(tid_), int(ns_)
         inner = sorted(self._inner.pop(tid, []), key=lambda item: item.ns)
         # What came before belongs to a request that went on well.
@@ -264,6 +270,8 @@ class Correlator:
             pin_calls=calls,
             pinned=int(pins) & ((1 << _PINS_BITS) - 1),
             uid=int(uid),
+            process_start=int(start) if start != "-" else None,
+            limits=_limits(memlock, pinned),
             inner=inner,
             stuck=stuck,
             awaits_user=int(user) != 0,
@@ -343,6 +351,14 @@ class Correlator:
     def flush(self) -> None:
         """Complete all: the engine has ended."""
         self.overdue(float("inf"))
+
+
+def _limits(memlock: str, pinned: str) -> dict[str, int | None]:
+    """Return what the kernel told, as `Process.limits` has it; empty where it could not be told."""
+    if memlock == "-":
+        return {}
+    soft = int(memlock)
+    return {"memlock_soft": soft if soft >= 0 else None, "vmpin": int(pinned) * os.sysconf("SC_PAGE_SIZE")}
 
 
 _HANDLERS: dict[str, Callable[[Correlator, str], None]] = {

@@ -100,13 +100,28 @@ class Observer:
                 del self._met[other]
         self._met[pid] = process.read_process(pid)
 
-    def _of_process(self, pid: int) -> Process:
-        """Read a process. What of one that dies can no longer be read is of the opening of its device."""
+    def _of_process(self, failure: Failure) -> Process:
+        """Read the process of a failure. What of one that dies can no longer be read is of the opening of its
+        device; what it is limited to, the kernel has told of that very moment.
+        """
+        pid = failure.pid
         seen = process.read_process(pid)
+        start = seen.facts.get("starttime")
+        if failure.process_start is not None:
+            its = process.start_ticks(failure.process_start)
+            if start not in (None, its):
+                seen = Process(pid, problems=[f"process {pid} is another one by now"])
+                seen.facts["pid"] = pid
+            start = seen.facts["starttime"] = its
         before = self._met.get(pid)
-        starts = seen.facts.get("starttime"), before.facts.get("starttime") if before is not None else None
-        if before is None or (starts[0] is not None and starts[0] != starts[1]):  # another of the same number
-            return seen
+        if before is not None and start in (None, before.facts.get("starttime")):  # else of another process
+            self._of_opening(seen, before)
+        seen.limits.update(failure.limits)
+        return seen
+
+    @staticmethod
+    def _of_opening(seen: Process, before: Process) -> None:
+        """Fill in what cannot be read any more."""
         if seen.capabilities is None:
             seen.capabilities = before.capabilities
         for name, value in before.limits.items():
@@ -125,7 +140,6 @@ class Observer:
         seen.facts.update({name: before.facts[name] for name in older})
         if older:
             seen.facts["of_opening"] = sorted(older)
-        return seen
 
     def look(self, failure: Failure) -> Evidence:
         """Look at the process of a failure now: first its pages, then the rest."""
@@ -134,7 +148,7 @@ class Observer:
         evidence.first, evidence.length = self._range(failure)
         if evidence.length and not failure.dmabuf:
             self._look_at_pages(evidence)
-        evidence.process = self._of_process(failure.pid)
+        evidence.process = self._of_process(failure)
         evidence.devices = copies.device_names(copies.devices_of(failure.pid))
         evidence.memory = process.node_memory()
         evidence.stuck = list(self._stuck(failure.stuck))

@@ -161,6 +161,20 @@ def _capabilities(base: Path, mask: int, proc: Path) -> list[str]:
     return decode_capabilities(mask)
 
 
+def start_ticks(boottime_ns: int) -> int:
+    """Return the start of a process, as the kernel has it, in the units and the time namespace of
+    /proc/PID/stat's (nsec_to_clock_t() and timens_add_boottime_ns() in fs/proc/array.c).
+    """
+    offset = 0
+    try:
+        found = re.search(r"^boottime\s+(-?\d+)\s+(\d+)", Path("/proc/self/timens_offsets").read_text(), re.M)
+    except OSError:  # a kernel without time namespaces
+        found = None
+    if found:
+        offset = int(found[1]) * 1_000_000_000 + int(found[2])
+    return (boottime_ns + offset) // (1_000_000_000 // os.sysconf("SC_CLK_TCK"))
+
+
 def node_memory() -> dict[str, Any]:
     """Return free memory of the node: `CmaTotal`, `CmaFree`, `MemFree` and, by NUMA node, bytes."""
     answer: dict[str, Any] = {}

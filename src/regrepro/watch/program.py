@@ -12,7 +12,10 @@ and nothing leaves the kernel. One that fails leaves a handful of short lines, a
     I|tid|ns|function|ret                           another function failed inside of a registration
     M|tid|ns|ret|reason                             migrate_pages left pages behind, or failed
     S|tid|ns|page|refcount|mapcount|pincount|flags  a page that it left behind (struct page)
-    K|tid|pid|ns|since|function|ret|pins|user|uid|comm  the request failed; `pins`: calls << 40, and pages
+    K|tid|pid|ns|since|function|ret|pins|user|uid|start|memlock|pinned|comm
+                                                    the request failed; `pins`: calls << 40, and pages; of its
+                                                    process `start` (ns of boottime), `memlock` (bytes, -1:
+                                                    unlimited) and `pinned` (pages), "-" where unknown
     C|tid|ns|function|ret                           a request failed before any handler ran
     U|tid|pid|ns|verb|address|length|iova|access|fd|comm   libibverbs gave NULL
     P|tid|pid|ns|function|start|pages|flags|stack   a pin without FOLL_LONGTERM, where they are asked for
@@ -47,6 +50,22 @@ class PageOffsets:
     refcount: int
     mapcount: int
     pincount: int
+
+
+@dataclass(frozen=True)
+class TaskOffsets:
+    """Offsets (bytes) of what is told of the process whose request failed.
+
+    In task_struct `leader` (group_leader), `signal` and `mm`, pointers, and `start` (start_boottime);
+    `memlock` in signal_struct: of rlim[RLIMIT_MEMLOCK].rlim_cur; `pinned` in mm_struct: of pinned_vm.
+    """
+
+    leader: int
+    start: int
+    signal: int
+    memlock: int
+    mm: int
+    pinned: int
 
 
 @dataclass(frozen=True)
@@ -132,6 +151,7 @@ def make_program(
     *,
     dialect: Dialect | None = None,
     offsets: PageOffsets | None = None,
+    task: TaskOffsets | None = None,
     plain_pins: Sequence[str] = (),
     longterm: int = 0,
     account: bool = False,
@@ -163,7 +183,7 @@ def make_program(
             '{ printf("O|%d|%lld", pid, nsecs); } }'
         )
     for function in functions.entries:
-        _entry(make, function)
+        _entry(make, function, task)
     for function in functions.carriers:
         number = make.number(function.name)
         make.add(
@@ -216,14 +236,26 @@ def _jumps(library: Library) -> bool:
     return library.functions.get("ibv_reg_mr:size", 1 << 30) < 32
 
 
-def _entry(make: _Maker, function: Function) -> None:
+def _entry(make: _Maker, function: Function, task: TaskOffsets | None) -> None:
     """Keep since when a thread is in a request, and what it pinned since then."""
     number = make.number(function.name)
+    read, shown, values = "", "-|-|-", ""
+    if task is not None:
+
+        def at(pointer: str, offset: int) -> str:
+            return f"*(uint64 *)({pointer} + {offset})"
+
+        read = (
+            f"$t = (uint64)curtask; $g = {at('$t', task.leader)}; $s = {at('$t', task.signal)}; "
+            f"$m = {at('$t', task.mm)}; "
+        )
+        shown = "%lld|%lld|%lld"
+        values = f"{at('$g', task.start)}, {at('$s', task.memlock)}, {at('$m', task.pinned)}, "
     make.add(f"{make.place(function, leaving=False)} {{ @in[tid] = ((uint64)nsecs, (uint64)0); }}")
     make.add(
-        f"{make.place(function, leaving=True)} {{ if ((int32)retval != 0) {{ $i = @in[tid]; "
-        f'printf("K|%d|%d|%lld|%lld|{number}|%d|%lld|%d|%d|%s", tid, pid, nsecs, $i.0, '
-        "(int32)retval, $i.1, @call[tid].0, uid, comm); } delete(@in[tid]); }"
+        f"{make.place(function, leaving=True)} {{ if ((int32)retval != 0) {{ $i = @in[tid]; {read}"
+        f'printf("K|%d|%d|%lld|%lld|{number}|%d|%lld|%d|%d|{shown}|%s", tid, pid, nsecs, $i.0, '
+        f"(int32)retval, $i.1, @call[tid].0, uid, {values}comm); }} delete(@in[tid]); }}"
     )
 
 

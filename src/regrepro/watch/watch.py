@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import select
 import signal
+import struct
 import sys
 import time
 from collections import deque
@@ -33,7 +35,7 @@ from regrepro.watch.limiter import Limiter
 from regrepro.watch.lock import Lock
 from regrepro.watch.metrics import Metrics
 from regrepro.watch.output import Output
-from regrepro.watch.program import Dialect, PageOffsets, make_program
+from regrepro.watch.program import Dialect, PageOffsets, TaskOffsets, make_program
 from regrepro.watch.registrations import Account
 
 _MODULE_BTF = (5, 11)  # BTF of modules; before, bpftrace cannot load programs for trampolines of either
@@ -167,7 +169,7 @@ class Watch:
                 why="the module is not loaded, or its symbols are hidden",
                 hint="modprobe ib_uverbs; sysctl kernel.kptr_restrict must not be 2",
             )
-        self._offsets = page_offsets()
+        self._offsets, self._task = page_offsets(), task_offsets()
 
     def _start(self) -> Engine:
         """Start an engine; where its program cannot be attached, do without what is in the way."""
@@ -214,6 +216,7 @@ class Watch:
             self._copies.libraries(),
             dialect=Dialect.of(self._version),
             offsets=self._offsets,
+            task=self._task,
             plain_pins=PINS[self.options.pins],
             longterm=self._flags.values.get("FOLL_LONGTERM", 0),
             account=self.options.registrations,
@@ -651,6 +654,32 @@ def page_offsets() -> PageOffsets | None:
     if lru is None or flags is None or refcount is None or mapcount is None:
         return None
     return PageOffsets(lru, flags, refcount, mapcount, pincount if pincount is not None else refcount)
+
+
+def task_offsets() -> TaskOffsets | None:
+    """Return where the kernel has what is told of a process whose request failed; None without BTF, and
+    before 5.5, where start_boottime has another name.
+    """
+    try:
+        btf = Btf.of_running_kernel()
+        leader, start, its_signal, mm = (
+            btf.offset("task_struct", name) for name in ("group_leader", "start_boottime", "signal", "mm")
+        )
+        limits, pinned = btf.offset("signal_struct", "rlim"), btf.offset("mm_struct", "pinned_vm")
+    except (OSError, BtfError):
+        return None
+    if (
+        leader is None
+        or start is None
+        or its_signal is None
+        or mm is None
+        or limits is None
+        or pinned is None
+    ):
+        return None
+    # struct rlimit has two unsigned longs (include/uapi/linux/resource.h).
+    memlock = limits + resource.RLIMIT_MEMLOCK * 2 * struct.calcsize("L")
+    return TaskOffsets(leader, start, its_signal, memlock, mm, pinned)
 
 
 def _plain(value: Any) -> Any:
