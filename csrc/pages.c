@@ -75,6 +75,27 @@ static size_t group(const uint64_t *index, size_t at, size_t count, uint64_t abs
 }
 
 /*
+ * How many reads rr_read_entries_at and rr_struct_pages make of these indexes in this order, a long run counted by its
+ * windows: what sorting them first could save.
+ */
+size_t rr_reads(const uint64_t *index, size_t count, uint64_t absent)
+{
+	size_t at = 0, reads = 0;
+
+	while (at < count) {
+		uint64_t low, high;
+
+		if (index[at] == absent) {
+			at++;
+			continue;
+		}
+		at += group(index, at, count, absent, &low, &high);
+		reads++;
+	}
+	return reads;
+}
+
+/*
  * Read 8-byte entries at any indexes, in any order. Neighbours are read together. An index equal to `absent` gives 0.
  * Returns 0 or a negative errno.
  */

@@ -54,6 +54,7 @@ struct rr_run {
 };
 
 int rr_read_entries(int fd, uint64_t first, size_t count, uint64_t *out);
+size_t rr_reads(const uint64_t *index, size_t count, uint64_t absent);
 int rr_read_entries_at(int fd, const uint64_t *index, size_t count, uint64_t absent, uint64_t *out);
 int64_t rr_runs(const int64_t *value, size_t count, int64_t step, struct rr_run *out, size_t room);
 int rr_kcore_gather(int fd, const struct rr_segment *segments, size_t nr_segments, const uint64_t *address,

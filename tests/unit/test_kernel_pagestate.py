@@ -277,6 +277,16 @@ def test_entries_at_any_indexes(indexes: list[int]) -> None:
     assert found.tolist() == [0 if i == 0 or i >= 4000 else 3 * i + 1 for i in indexes]
 
 
+def test_only_what_is_scattered_is_sorted_first() -> None:
+    """Sorting costs more than the reads that it saves where PFNs stand in runs, up or down."""
+    up = np.arange(1, 2001, dtype=np.uint64)
+    in_runs = np.concatenate([up + 9000, up[::-1], up + 5000, np.zeros(50, dtype=np.uint64), up])
+    assert pages._order(in_runs) is None and pages._order(up[:3]) is None
+    scattered = np.random.default_rng(1).permutation(in_runs)
+    order = pages._order(scattered)
+    assert order is not None and scattered[order].tolist() == sorted(in_runs.tolist())
+
+
 def test_reads_that_fail_raise_the_errno() -> None:
     with pytest.raises(OSError, match="pagemap"):
         pages.read_pagemap(-1, 0, 4)

@@ -39,7 +39,8 @@ STRUCT_PAGE = np.dtype(
     ]
 )
 _SECTION = np.dtype([("number", np.uint64), ("coded_map", np.uint64)])
-_SORT_FROM = 64
+# Entries that one read must give on average; where it gives fewer, sorting them first pays.
+_SORT_BELOW = 16
 _RUN = np.dtype([("index", np.int64), ("count", np.int64), ("value", np.int64)])
 
 
@@ -102,13 +103,24 @@ def pfns_of(entries: NDArray[np.uint64], out: NDArray[np.uint64] | None = None) 
 
 def read_entries_at(fd: int, indexes: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Return the entries of a /proc/kpage* file at these PFNs, in any order; 0 for PFN 0. Raises OSError."""
-    if len(indexes) > _SORT_FROM:
-        # Sorted, scattered PFNs lie close enough together to be read many at a time.
-        order = np.argsort(indexes)
-        answer = np.empty(len(indexes), dtype=np.uint64)
-        answer[order] = _read_entries_in_order(fd, indexes[order])
-        return answer
-    return _read_entries_in_order(fd, indexes)
+    order = _order(indexes)
+    if order is None:
+        return _read_entries_in_order(fd, indexes)
+    answer = np.empty(len(indexes), dtype=np.uint64)
+    answer[order] = _read_entries_in_order(fd, indexes[order])
+    return answer
+
+
+def _order(indexes: NDArray[np.uint64]) -> NDArray[np.intp] | None:
+    """Return the order in which scattered PFNs lie close enough together to be read many at a time; None
+    where they are read as they stand.
+    """
+    indexes = np.ascontiguousarray(indexes, dtype=np.uint64)
+    reads = int(lib.rr_reads(ffi.from_buffer("uint64_t[]", indexes), len(indexes), NO_PFN))
+    if reads <= 4 or reads * _SORT_BELOW <= len(indexes):
+        return None
+    # Stable: it makes use of the runs that are there.
+    return np.argsort(indexes, kind="stable")
 
 
 def _read_entries_in_order(fd: int, indexes: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -179,7 +191,7 @@ class Segments:
         """Read struct page of each PFN: an array of dtype STRUCT_PAGE. `section_numbers` must be sorted."""
         sections = np.empty(len(section_numbers), dtype=_SECTION)
         sections["number"], sections["coded_map"] = section_numbers, coded_maps
-        order = np.argsort(pfns) if len(pfns) > _SORT_FROM else None
+        order = _order(pfns)
         pfns = np.ascontiguousarray(pfns if order is None else pfns[order], dtype=np.uint64)
         out = np.empty(len(pfns), dtype=STRUCT_PAGE)
         c_layout = ffi.new("struct rr_page_layout *")

@@ -73,8 +73,9 @@ def _is_device(line: str) -> bool:
     )
 
 
-def _bit(flags: NDArray[np.uint64], bit: int) -> NDArray[np.bool_]:
-    answer: NDArray[np.bool_] = (flags >> np.uint64(bit) & np.uint64(1)).astype(bool)
+def _any_of(flags: NDArray[np.uint64], *bits: int) -> NDArray[np.bool_]:
+    """Which pages have one of these bits of /proc/kpageflags."""
+    answer: NDArray[np.bool_] = (flags & np.uint64(sum(1 << bit for bit in bits))) != 0
     return answer
 
 
@@ -326,12 +327,12 @@ class PageReader:
             flags = read_entries_at(self._flags, pfn)
             result.flags = flags
             sources.append("/proc/kpageflags")
-            zero = _bit(flags, KPF_ZERO_PAGE) & present
-            special = (_bit(flags, KPF_NOPAGE) | _bit(flags, KPF_RESERVED)) & present & ~zero
+            zero = _any_of(flags, KPF_ZERO_PAGE) & present
+            special = _any_of(flags, KPF_NOPAGE, KPF_RESERVED) & present & ~zero
             result.state[zero], result.state[special] = ZERO_PAGE, SPECIAL
-            result.place[_bit(flags, KPF_NOPAGE) & present] = UNKNOWN
-            compound = (_bit(flags, KPF_THP) | _bit(flags, KPF_HUGE)) & ~zero
-            result.large = compound | _bit(flags, KPF_COMPOUND_HEAD) | _bit(flags, KPF_COMPOUND_TAIL)
+            result.place[_any_of(flags, KPF_NOPAGE) & present] = UNKNOWN
+            compound = _any_of(flags, KPF_THP, KPF_HUGE) & ~zero
+            result.large = compound | _any_of(flags, KPF_COMPOUND_HEAD, KPF_COMPOUND_TAIL)
         sections = self.memory_map.sections
         if self._kcore is None or sections is None:
             self._add_mapcount(result, present, sources)
@@ -344,15 +345,14 @@ class PageReader:
             missing = int((~known[present]).sum())
             result.problems.append(f"struct page of {missing} pages could not be read")
         sources.append("struct page by /proc/kcore")
-        result.refcount = np.where(known, pages["refcount"], UNKNOWN_COUNT).astype(np.int64)
+        result.refcount = np.where(known, pages["refcount"].astype(np.int64), UNKNOWN_COUNT)
         large = pages["large"].astype(bool) & known
         result.large = large if result.large is None else result.large | large
-        result.pincount = np.where(known, np.where(large, pages["pincount"], 0), UNKNOWN_COUNT).astype(
-            np.int64
-        )
+        result.pincount = np.where(known, 0, np.int64(UNKNOWN_COUNT))
+        result.pincount[large] = pages["pincount"][large]
         # Of a small page the kernel's count of mappings is at hand; kpagecount says no other.
         small = known & ~large & (result.state == PRESENT)
-        result.mapcount = np.where(small, pages["mapcount"], UNKNOWN_COUNT).astype(np.int64)
+        result.mapcount = np.where(small, pages["mapcount"].astype(np.int64), UNKNOWN_COUNT)
         self._add_mapcount(result, present & ~small, sources)
         result.baseline = _baseline(result, pages, known, large, sections.layout.pages.mapcount_is_entire)
 
@@ -377,26 +377,29 @@ def _baseline(
     if state.flags is None or state.file is None:
         return None
     flags = state.flags
-    small_maps = pages["mapcount"].astype(np.int64) if state.mapcount is None else state.mapcount
-    own = pages["mapcount"].astype(np.int64)
-    folio_maps = pages["large_mapcount"].astype(np.int64)
-    # Older kernels keep no sum of a large folio's mappings, only how often one entry maps it whole.
-    sure = known & ~(large & (folio_maps < 0))
-    if entire_only:
-        sure &= ~(large & (own != 0))
-    maps = np.where(large, folio_maps, small_maps)
-    nr_pages = np.where(large, pages["nr_pages"].astype(np.int64), 1)
-    cached = state.file | _bit(flags, KPF_SWAPCACHE)
-    sure &= ~(large & cached & (nr_pages < 1))
-    huge = _bit(flags, KPF_HUGE)
-    # hugetlb held one page-cache reference for a whole page up to 6.6, one for each page since
-    # (mm/filemap.c).
-    in_cache = np.where(huge & (pages["refcount"] < nr_pages), 1, nr_pages)
-    private = state.file & (_bit(flags, KPF_PRIVATE) | _bit(flags, KPF_PRIVATE_2)) & ~huge
-    total = maps + np.where(cached, in_cache, 0) + private
+    maps = pages["mapcount"].astype(np.int64) if state.mapcount is None else state.mapcount
+    cached = state.file | _any_of(flags, KPF_SWAPCACHE)
+    private = state.file & _any_of(flags, KPF_PRIVATE, KPF_PRIVATE_2)
+    sure = known
+    in_cache: NDArray[Any] = cached
+    if large.any():
+        folio_maps = pages["large_mapcount"].astype(np.int64)
+        # Older kernels keep no sum of a large folio's mappings, only how often one entry maps it whole.
+        sure = sure & ~(large & (folio_maps < 0))
+        if entire_only:
+            sure &= ~(large & (pages["mapcount"] != 0))
+        maps = np.where(large, folio_maps, maps)
+        nr_pages = np.where(large, pages["nr_pages"].astype(np.int64), 1)
+        sure &= ~(large & cached & (nr_pages < 1))
+        huge = _any_of(flags, KPF_HUGE)
+        # hugetlb held one page-cache reference for a whole page up to 6.6, one for each page since
+        # (mm/filemap.c).
+        in_cache = np.where(cached, np.where(huge & (pages["refcount"] < nr_pages), 1, nr_pages), 0)
+        private &= ~huge
+    total = maps + in_cache + private
     # Zero and special pages have references of their own kind. (KPF_KSM is not asked: 6.12 sets it for every
     # anonymous page, and a KSM page is referred to by its mappings only.)
-    sure &= state.state == PRESENT
+    sure = sure & (state.state == PRESENT)
     return np.where(sure, total, UNKNOWN_COUNT).astype(np.int64)
 
 
