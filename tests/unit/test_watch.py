@@ -948,6 +948,25 @@ def test_failures_are_recorded_judged_and_counted(
         jsonschema.Draft202012Validator(SCHEMA).validate(event)
 
 
+def test_metrics_that_cannot_be_written_are_said_once(watched: Any, tmp_path: Path) -> None:
+    place = tmp_path / "later"
+    made, said, _ = watched([], metrics=place / "m.prom")
+
+    def times() -> int:
+        return sum("cannot write" in text for text in said)
+
+    assert times() == 1
+    made._write_metrics()
+    assert times() == 1
+    place.mkdir()
+    made._write_metrics()
+    assert times() == 1 and (place / "m.prom").exists()
+    (place / "m.prom").unlink()
+    place.rmdir()
+    made._write_metrics()
+    assert times() == 2
+
+
 def test_what_exceeds_the_rate_is_counted_under_the_layer_of_its_kind(watched: Any) -> None:
     texts = [text for _ in range(30) for text in (*held_pin(), LIBRARY)]
     made, _, out = watched([line(text) for text in texts], each=3, quiet=True)

@@ -82,6 +82,9 @@ def test_the_unit_can_write_where_watch_writes_and_stays_small() -> None:
     assert "--out /var/lib/regrepro/watch" in started
     [writable] = unit["ReadWritePaths"]
     assert str(lock.PATH.parent) in writable.split()
+    # What makes the metrics' directory must not be held by ProtectSystem=strict itself.
+    [makes] = unit["ExecStartPre"]
+    assert makes.startswith("-+") and makes.split()[-1] == writable.split()[-1].lstrip("-")
     assert {"MemoryMax", "CPUQuota", "OOMScoreAdjust"} <= set(unit)
     # 2 is "cannot be watched": starting it again and again would not help.
     assert unit["Restart"] == ["on-failure"] and unit["RestartPreventExitStatus"] == ["2"]

@@ -83,6 +83,7 @@ class Watch:
         self.options = options
         self._say = say
         self.metrics = Metrics(started=time.time())
+        self._metrics_problem = ""
         self._stop = 0
         self._rotate_asked = False
         self._engine: Engine | None = None
@@ -597,8 +598,12 @@ class Watch:
         if self.options.metrics is not None:
             try:
                 self.metrics.write(self.options.metrics)
+                problem = ""
             except OSError as error:
-                self._say(f"cannot write {self.options.metrics}: {error.strerror}")
+                problem = f"cannot write {self.options.metrics}: {error.strerror}"
+            if problem and problem != self._metrics_problem:  # and not every fifteen seconds
+                self._say(problem)
+            self._metrics_problem = problem
 
     def _finish(self) -> None:
         for engine in (self._engine, self._next):

@@ -1,0 +1,131 @@
+"""The systemd unit of `watch` and the Slurm prolog, under a systemd that is PID 1.
+
+Run as root in a lab guest. Prints TAP; exit code 0 when no line is `not ok`. Expects the unit where systemd
+looks for those of this boot (/run/systemd/system).
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import guest_device
+from guest_kernel import check, results
+
+from regrepro.core import memory, verbs
+from regrepro.record import read_record
+
+UNIT = "regrepro-watch.service"
+RECORDS = Path("/var/lib/regrepro/watch")
+METRICS = Path("/var/lib/prometheus/node-exporter/regrepro_watch.prom")
+PROLOG = Path(__file__).parents[2] / "packaging" / "slurm-prolog-watch"
+READY_SECONDS = 300.0
+# CAP_DAC_READ_SEARCH, SYS_PTRACE, SYS_RAWIO, SYS_ADMIN, SYS_RESOURCE, SYSLOG, PERFMON, BPF
+# (include/uapi/linux/capability.h).
+CAPABILITIES = sum(1 << number for number in (2, 17, 19, 21, 24, 34, 38, 39))
+
+
+def run(*command: str) -> tuple[int, str]:
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    return done.returncode, (done.stdout + done.stderr).strip()
+
+
+def shown(what: str) -> str:
+    return run("systemctl", "show", "--value", "-p", what, UNIT)[1]
+
+
+def journal() -> str:
+    return run("journalctl", "--no-pager", "-o", "cat", "-u", UNIT)[1]
+
+
+def until(true: Callable[[], object], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not true():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.5)
+    return True
+
+
+def bpftraces() -> str:
+    return run("pgrep", "-a", "bpftrace")[1]
+
+
+def layers() -> list[str]:
+    """The errno of each failure that lies in a record."""
+    found = []
+    for path in RECORDS.glob("*/record.jsonl"):
+        for event in read_record(path).events:
+            if event["event"] == "register":
+                found.append(str(event["errno"]))
+    return found
+
+
+def main() -> int:
+    comm = Path("/proc/1/comm").read_text().strip()
+    check("systemd is PID 1", comm == "systemd", comm)
+    run("systemctl", "start", UNIT)
+    state = shown("ActiveState")
+    check("without RDMA modules the unit does not start, and has not failed", state == "inactive", state)
+    code, said = run("sh", str(PROLOG))
+    check("the prolog never keeps a job from a node", code == 0, said)
+
+    name = guest_device.device()
+    code, said = run("systemctl", "start", UNIT)
+    check("with them it starts", code == 0, said)
+    ready = until(lambda: "watching:" in journal() or shown("ActiveState") != "active", READY_SECONDS)
+    check("it comes to watch", ready and "watching:" in journal(), journal()[-300:])
+    pid = shown("MainPID")
+    status = Path(f"/proc/{pid}/status").read_text()
+    effective = re.search(r"^CapEff:\s+(\w+)", status, re.M)
+    check(
+        "with the unit's capabilities and no others",
+        effective is not None and int(effective[1], 16) == CAPABILITIES,
+        effective[1] if effective else status,
+    )
+
+    with verbs.Device(name) as opened, opened.pd() as pd:
+        try:
+            pd.reg_mr(memory.PAGE_SIZE, memory.PAGE_SIZE, 7)
+        except OSError as error:
+            print(f"# {error}")
+    check("a failure is recorded", until(lambda: layers() == ["EFAULT"], 30), str(layers()))
+
+    def metrics() -> str:
+        return METRICS.read_text() if METRICS.exists() else ""
+
+    one = re.compile(r'^regrepro_watch_failures_total\{[^}]*layer="page-fault"[^}]*\} 1$', re.M)
+    there = until(lambda: one.search(metrics()), 40)
+    check("and counted in a directory that the unit has made", there, metrics())
+    before = set(RECORDS.iterdir())
+    code, said = run("systemctl", "reload", UNIT)
+    check("reload begins a new record", until(lambda: set(RECORDS.iterdir()) - before, 20), said)
+    check("and goes on", shown("ActiveState") == "active")
+
+    run("kill", "-9", pid)
+    gone = until(lambda: not bpftraces(), 20)
+    check("kill -9: no bpftrace is left", gone, bpftraces())
+    check("and systemd will start it anew", shown("ActiveState") == "activating", shown("ActiveState"))
+    run("systemctl", "stop", UNIT)
+    code, said = run("sh", str(PROLOG))
+    active = until(lambda: shown("ActiveState") == "active", 60)
+    check("the prolog starts it", code == 0 and active, f"{said} {shown('ActiveState')}")
+    run("systemctl", "stop", UNIT)
+    ended = [shown(what) for what in ("ActiveState", "Result", "ExecMainStatus")]
+    check(
+        "it stops cleanly",
+        ended == ["inactive", "success", "0"] and not bpftraces(),
+        f"{ended} {bpftraces()}",
+    )
+    for line in journal().splitlines():
+        print(f"# {line[:300]}")
+    print(f"1..{len(results)}")
+    return 0 if all(results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
