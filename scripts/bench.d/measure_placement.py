@@ -95,7 +95,7 @@ def fill(work: Work) -> list[Row]:
 @measurement("the map of the node's memory: seconds for each TiB, from the cost of a section", where="guest")
 def memory_map(work: Work) -> list[Row]:
     """The node's sections are read, counted and drawn 16, 64 and 256 times over, as if it had so much more
-    memory; the slopes give the cost of a TiB, and whether it grows with what is there.
+    memory in its last zone; the slopes give the cost of a TiB, and whether it grows with what is there.
     """
     import numpy
 
@@ -106,7 +106,8 @@ def memory_map(work: Work) -> list[Row]:
     if seen.sections is None:
         raise SystemExit(f"bench: no pageblock bitmap: {seen.problems}")
     layout = seen.sections.layout
-    end = max(zone.end_pfn for zone in seen.zones)
+    populated = [zone for zone in seen.zones if zone.populated]
+    end = max(zone.end_pfn for zone in populated)
     span = -(-end // (1 << layout.section_shift))  # sections from one copy to the next
     structs = pageblocks._read_section_structs
 
@@ -116,12 +117,9 @@ def memory_map(work: Work) -> list[Row]:
             shifts = numpy.arange(copies, dtype=numpy.uint64) * numpy.uint64(span)
             return numpy.tile(raw, (copies, 1)), (numbers[None, :] + shifts[:, None]).reshape(-1)
 
-        zones = [
-            replace(zone, start_pfn=zone.start_pfn + (copy * span << layout.section_shift))
-            for copy in range(copies)
-            for zone in seen.zones
-            if zone.populated and zone.start_pfn is not None
-        ]
+        *others, last = sorted(populated, key=lambda zone: zone.end_pfn)
+        whole = copies * span << layout.section_shift
+        zones = [*others, replace(last, spanned=whole - (last.start_pfn or 0))]
         best = 1e9
         pageblocks._read_section_structs = repeated
         try:
@@ -129,7 +127,7 @@ def memory_map(work: Work) -> list[Row]:
                 builder = memorymap._Builder(None)
                 builder.zones = zones
                 started = time.perf_counter()
-                sections = pageblocks.read_sections(kcore, layout, copies * end)
+                sections = pageblocks.read_sections(kcore, layout, whole)
                 pageblocks.count_blocks(sections, zones, page_zones)
                 builder._draw_from_bitmap(sections, page_zones)
                 best = min(best, time.perf_counter() - started)
