@@ -425,3 +425,136 @@ int rr_struct_pages(int fd, const struct rr_segment *segments, size_t nr_segment
 	free(map.window);
 	return 0;
 }
+
+/* Bits of a pagemap entry (Documentation/admin-guide/mm/pagemap.rst). */
+#define PM_PFN ((UINT64_C(1) << 55) - 1)
+#define PM_EXCLUSIVE (UINT64_C(1) << 56)
+#define PM_FILE (UINT64_C(1) << 61)
+#define PM_SWAPPED (UINT64_C(1) << 62)
+#define PM_PRESENT (UINT64_C(1) << 63)
+
+/* Take pagemap entries apart. Returns how many pages are present, but their PFNs hidden from this user. */
+size_t rr_decode_pagemap(const uint64_t *entry, size_t count, uint64_t *pfn, uint8_t *state, uint8_t *file,
+			 uint8_t *exclusive)
+{
+	size_t i, hidden = 0;
+
+	for (i = 0; i < count; i++) {
+		uint64_t e = entry[i];
+		int present = (e & PM_PRESENT) != 0;
+
+		pfn[i] = present ? e & PM_PFN : 0;
+		state[i] = present ? RR_PAGE_PRESENT : e & PM_SWAPPED ? RR_PAGE_SWAPPED : RR_PAGE_ABSENT;
+		file[i] = (e & PM_FILE) != 0;
+		exclusive[i] = (e & PM_EXCLUSIVE) != 0;
+		hidden += present && !pfn[i];
+	}
+	return hidden;
+}
+
+/* Place and node (-1: not known) of each PFN; PFN 0 is `absent`, one outside of all ranges `unknown`. */
+void rr_locate(const uint64_t *pfn, size_t count, const struct rr_places *places, uint8_t absent, uint8_t unknown,
+	       uint8_t *place, int32_t *node)
+{
+	size_t i, at = 0;
+
+	for (i = 0; i < count; i++) {
+		uint64_t p = pfn[i];
+
+		/* Neighbours mostly lie in one range. */
+		if (places->count && (p < places->start[at] || p >= places->end[at])) {
+			size_t low = 0, high = places->count;
+
+			while (high - low > 1) {
+				size_t middle = low + (high - low) / 2;
+
+				if (places->start[middle] <= p)
+					low = middle;
+				else
+					high = middle;
+			}
+			at = low;
+		}
+		if (places->count && p >= places->start[at] && p < places->end[at]) {
+			place[i] = places->code[at];
+			node[i] = places->node[at];
+		} else {
+			place[i] = unknown;
+			node[i] = -1;
+		}
+		if (!p)
+			place[i] = absent;
+	}
+}
+
+/* What /proc/kpageflags says of each page: zero and special ones, those without a struct page, and huge pages. */
+void rr_flag_pages(const uint64_t *pfn, const uint64_t *flags, size_t count, const struct rr_kpageflags *bits,
+		   uint8_t unknown, uint8_t *place, uint8_t *state, uint8_t *is_large)
+{
+	size_t i;
+
+	for (i = 0; i < count; i++) {
+		uint64_t f = flags[i];
+		int zero = pfn[i] && (f & bits->zero);
+
+		if (zero)
+			state[i] = RR_PAGE_ZERO;
+		else if (pfn[i] && (f & (bits->nopage | bits->reserved)))
+			state[i] = RR_PAGE_SPECIAL;
+		if (pfn[i] && (f & bits->nopage))
+			place[i] = unknown;
+		/* A huge zero page says that it is huge, too: it is looked at as the page that it is for everybody. */
+		is_large[i] = (!zero && (f & bits->whole)) || (f & bits->part);
+	}
+}
+
+/*
+ * References that mappings, page cache, swap cache and private data hold on a page's folio, -1 where that is not sure
+ * (folio_expected_ref_count(), include/linux/mm.h).
+ */
+static int64_t baseline_of(const struct rr_page *page, uint64_t flags, int file, const struct rr_kpageflags *bits,
+			   int entire_only)
+{
+	int cached = file || (flags & bits->swapcache), hugetlb = (flags & bits->hugetlb) != 0;
+	int64_t private = file && (flags & bits->has_private) && !hugetlb;
+
+	if (!page->large)
+		return (int64_t)page->mapcount + cached + private;
+	/* Older kernels keep no sum of a large folio's mappings, only how often one entry maps it whole. */
+	if (page->large_mapcount < 0 || (entire_only && page->mapcount) || (cached && page->nr_pages < 1))
+		return -1;
+	/* hugetlb held one reference for a whole page up to 6.6, one for each page since (mm/filemap.c). */
+	if (cached && hugetlb && page->refcount < page->nr_pages)
+		return (int64_t)page->large_mapcount + 1 + private;
+	return (int64_t)page->large_mapcount + (cached ? page->nr_pages : 0) + private;
+}
+
+/*
+ * Counts out of struct page. `flags` and `file` may be NULL; there is no baseline then. Zero and special pages have
+ * none either: their references are of their own kind. (KPF_KSM is not asked: 6.12 sets it for every anonymous page,
+ * and a KSM page is referred to by its mappings only.) Returns how many present pages have no readable struct page.
+ */
+size_t rr_count_pages(const uint64_t *pfn, const uint64_t *flags, const uint8_t *file, const struct rr_page *pages,
+		      size_t count, const struct rr_kpageflags *bits, int entire_only, const struct rr_counts *out)
+{
+	size_t i, missing = 0;
+
+	for (i = 0; i < count; i++) {
+		const struct rr_page *page = &pages[i];
+		int small = page->known && !page->large && out->state[i] == RR_PAGE_PRESENT;
+
+		missing += pfn[i] && !page->known;
+		out->is_large[i] |= page->known && page->large;
+		out->refcount[i] = page->known ? page->refcount : -1;
+		out->pincount[i] = !page->known ? -1 : page->large ? page->pincount : 0;
+		/* Of a small page the kernel's count of mappings is at hand; kpagecount says no other. */
+		out->mapcount[i] = small ? page->mapcount : -1;
+		out->unmapped[i] = pfn[i] && !small;
+		if (!flags || !file)
+			continue;
+		out->baseline[i] = page->known && out->state[i] == RR_PAGE_PRESENT ?
+					   baseline_of(page, flags[i], file[i], bits, entire_only) :
+					   -1;
+	}
+	return missing;
+}

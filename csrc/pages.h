@@ -47,6 +47,47 @@ struct rr_page {
 	uint32_t unused;
 };
 
+/* What a page table entry holds. */
+enum rr_page_state {
+	RR_PAGE_ABSENT,
+	RR_PAGE_PRESENT,
+	RR_PAGE_SWAPPED,
+	RR_PAGE_ZERO,
+	RR_PAGE_SPECIAL,
+};
+
+/* Ranges of PFNs, sorted and apart from each other, and what each is: a code of its place, its node. */
+struct rr_places {
+	const uint64_t *start;
+	const uint64_t *end;
+	const uint8_t *code;
+	const int32_t *node;
+	size_t count;
+};
+
+/* Masks of /proc/kpageflags entries. */
+struct rr_kpageflags {
+	uint64_t zero;
+	uint64_t nopage;
+	uint64_t reserved;
+	uint64_t whole; /* of a huge page, by size */
+	uint64_t part; /* head and tail */
+	uint64_t hugetlb;
+	uint64_t swapcache;
+	uint64_t has_private;
+};
+
+/* One item a page in each; -1: not known. `state` is taken and given. */
+struct rr_counts {
+	uint8_t *state;
+	uint8_t *is_large;
+	uint8_t *unmapped; /* 1: no map count is known here */
+	int64_t *refcount;
+	int64_t *mapcount;
+	int64_t *pincount;
+	int64_t *baseline;
+};
+
 struct rr_run {
 	int64_t index;
 	int64_t count;
@@ -62,5 +103,13 @@ int rr_kcore_gather(int fd, const struct rr_segment *segments, size_t nr_segment
 int rr_struct_pages(int fd, const struct rr_segment *segments, size_t nr_segments, const struct rr_section *sections,
 		    size_t nr_sections, const struct rr_page_layout *layout, const uint64_t *pfn, size_t count,
 		    struct rr_page *out);
+size_t rr_decode_pagemap(const uint64_t *entry, size_t count, uint64_t *pfn, uint8_t *state, uint8_t *file,
+			 uint8_t *exclusive);
+void rr_locate(const uint64_t *pfn, size_t count, const struct rr_places *places, uint8_t absent, uint8_t unknown,
+	       uint8_t *place, int32_t *node);
+void rr_flag_pages(const uint64_t *pfn, const uint64_t *flags, size_t count, const struct rr_kpageflags *bits,
+		   uint8_t unknown, uint8_t *place, uint8_t *state, uint8_t *is_large);
+size_t rr_count_pages(const uint64_t *pfn, const uint64_t *flags, const uint8_t *file, const struct rr_page *pages,
+		      size_t count, const struct rr_kpageflags *bits, int entire_only, const struct rr_counts *out);
 
 #endif

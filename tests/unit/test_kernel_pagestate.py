@@ -15,12 +15,28 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from regrepro._core import lib
 
 from regrepro.core import pages
 from regrepro.core.memory import PAGE_SIZE, Range
 from regrepro.kernel import pagestate
 from regrepro.kernel.memorymap import ABSENT, CMA, ORDINARY, UNKNOWN, MemoryMap, read_memory_map
-from regrepro.kernel.pagestate import KPF_PRIVATE, KPF_SWAPCACHE, KPF_THP, PageReader, PageState
+from regrepro.kernel.pagestate import (
+    KPF_COMPOUND_TAIL,
+    KPF_NOPAGE,
+    KPF_PRIVATE,
+    KPF_RESERVED,
+    KPF_SWAPCACHE,
+    KPF_THP,
+    KPF_ZERO_PAGE,
+    NOT_PRESENT,
+    PRESENT,
+    SPECIAL,
+    SWAPPED,
+    ZERO_PAGE,
+    PageReader,
+    PageState,
+)
 
 SEES_PFNS = os.geteuid() == 0
 
@@ -235,18 +251,97 @@ def test_baseline(
     entire: bool,
     expected: int,
 ) -> None:
-    rows = raw(**({"refcount": [1]} | columns))
-    state = PageState(
-        0,
-        np.array([5], dtype=np.uint64),
-        np.zeros(1, dtype=np.uint8),
-        np.ones(1, dtype=np.uint8),
-        flags=np.array([flags], dtype=np.uint64),
-        mapcount=np.array([maps]),
-        file=np.array([file]),
+    rows = raw(**({"refcount": [1], "mapcount": [maps]} | columns))
+    found, _ = counted([pages.PM_PRESENT | int(file) << 61 | 5], [flags], rows, entire=entire)
+    assert found.baseline is not None and found.baseline.tolist() == [expected], what
+
+
+def counted(
+    entries: list[int], flags: list[int] | None, rows: np.ndarray, *, entire: bool = False
+) -> tuple[pages.PageCounts, np.ndarray]:
+    taken = pages.decode_pagemap(np.array(entries, dtype=np.uint64))
+    large = np.zeros(len(entries), dtype=bool)
+    known = None if flags is None else np.array(flags, dtype=np.uint64)
+    if known is not None:
+        place = np.zeros(len(entries), dtype=np.uint8)
+        large = pages.flag_pages(taken, known, pagestate._BITS, place, UNKNOWN)
+    return pages.count_pages(taken, known, rows, pagestate._BITS, large, entire_only=entire), large
+
+
+def test_what_is_in_a_page_table_entry_is_called_alike_in_c() -> None:
+    assert (lib.RR_PAGE_ABSENT, lib.RR_PAGE_PRESENT) == (NOT_PRESENT, PRESENT)
+    assert (lib.RR_PAGE_SWAPPED, lib.RR_PAGE_ZERO, lib.RR_PAGE_SPECIAL) == (SWAPPED, ZERO_PAGE, SPECIAL)
+
+
+def test_pagemap_entries_are_taken_apart() -> None:
+    taken = pages.decode_pagemap(
+        np.array(
+            [
+                pages.PM_PRESENT | pages.PM_EXCLUSIVE | 77,
+                pages.PM_PRESENT | pages.PM_FILE | 1 << 55 | 78,  # soft-dirty is no part of the PFN
+                pages.PM_SWAPPED | 5,
+                0,
+                pages.PM_PRESENT,
+            ],
+            dtype=np.uint64,
+        )
     )
-    found = pagestate._baseline(state, rows, rows["known"].astype(bool), rows["large"].astype(bool), entire)
-    assert found is not None and found.tolist() == [expected], what
+    assert taken.pfn.tolist() == [77, 78, 0, 0, 0] and taken.hidden == 1
+    assert taken.state.tolist() == [PRESENT, PRESENT, SWAPPED, NOT_PRESENT, PRESENT]
+    assert taken.file.tolist() == [False, True, False, False, False]
+    assert taken.exclusive.tolist() == [True, False, False, False, False]
+
+
+def test_zero_and_special_pages_are_told_by_their_flags_and_have_no_baseline() -> None:
+    entries = [pages.PM_PRESENT | pfn for pfn in (1, 2, 3, 4, 5)] + [0]
+    flags = [1 << KPF_ZERO_PAGE | 1 << KPF_THP, 1 << KPF_RESERVED, 1 << KPF_NOPAGE, 0, 1 << KPF_COMPOUND_TAIL]
+    taken = pages.decode_pagemap(np.array(entries, dtype=np.uint64))
+    place = np.zeros(6, dtype=np.uint8)
+    bits = np.array([*flags, 1 << KPF_NOPAGE], dtype=np.uint64)
+    large = pages.flag_pages(taken, bits, pagestate._BITS, place, UNKNOWN)
+    assert taken.state.tolist() == [ZERO_PAGE, SPECIAL, SPECIAL, PRESENT, PRESENT, NOT_PRESENT]
+    assert place.tolist() == [0, 0, UNKNOWN, 0, 0, 0]
+    assert large.tolist() == [False, False, False, False, True, False]
+    rows = raw(refcount=[9, 9, 9, 2, 3, 0], mapcount=[1] * 6, known=[1, 1, 1, 1, 1, 0])
+    found = pages.count_pages(taken, bits, rows, pagestate._BITS, large, entire_only=False)
+    assert found.baseline is not None and found.baseline.tolist() == [-1, -1, -1, 1, 1, -1]
+    assert found.mapcount.tolist() == [-1, -1, -1, 1, 1, -1]
+    assert found.unmapped.tolist() == [True, True, True, False, False, False] and found.missing == 0
+
+
+def test_counts_of_small_and_large_pages_and_of_what_could_not_be_read() -> None:
+    entries = [pages.PM_PRESENT | pfn for pfn in (1, 2, 3)]
+    rows = raw(refcount=[5, 600, 0], mapcount=[2, 0, 0], pincount=[9, 7, 0], large=[0, 1, 0], known=[1, 1, 0])
+    found, large = counted(entries, [0, 0, 0], rows)
+    assert found.refcount.tolist() == [5, 600, -1] and found.pincount.tolist() == [0, 7, -1]
+    assert found.mapcount.tolist() == [2, -1, -1] and found.unmapped.tolist() == [False, True, True]
+    assert found.missing == 1 and large.tolist() == [False, True, False]
+    without, _ = counted(entries, None, rows)
+    assert without.baseline is None and without.refcount.tolist() == [5, 600, -1]
+
+
+@given(st.lists(st.integers(0, 60), max_size=40), st.lists(st.integers(1, 9), max_size=6))
+def test_pfns_are_located_in_ranges(pfns: list[int], gaps: list[int]) -> None:
+    """As many ranges as gaps, each of three pages, the gaps between them."""
+    starts, at = [], 0
+    for gap in gaps:
+        starts.append(at + gap)
+        at += gap + 3
+    start = np.array(starts, dtype=np.uint64)
+    place, node = pages.locate(
+        np.array(pfns, dtype=np.uint64),
+        start,
+        start + np.uint64(3),
+        np.arange(len(starts), dtype=np.uint8),
+        np.arange(len(starts), dtype=np.int32) + 10,
+        absent=255,
+        unknown=254,
+    )
+    for pfn, found, its_node in zip(pfns, place.tolist(), node.tolist(), strict=True):
+        within = [i for i, first in enumerate(starts) if first <= pfn < first + 3]
+        expected = within[0] if within else 254
+        assert found == (255 if pfn == 0 else expected)
+        assert its_node == (within[0] + 10 if within else -1)
 
 
 @given(st.lists(st.integers(-3, 3), max_size=60), st.sampled_from([0, 1]))

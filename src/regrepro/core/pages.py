@@ -101,6 +101,169 @@ def pfns_of(entries: NDArray[np.uint64], out: NDArray[np.uint64] | None = None) 
     return pfns
 
 
+@dataclass(frozen=True)
+class KpageFlags:
+    """Masks of /proc/kpageflags entries: `struct rr_kpageflags` of csrc/pages.h."""
+
+    zero: int
+    nopage: int
+    reserved: int
+    whole: int
+    part: int
+    hugetlb: int
+    swapcache: int
+    has_private: int
+
+    def _as_c(self) -> Any:
+        made = ffi.new("struct rr_kpageflags *")
+        for name in KpageFlags.__dataclass_fields__:
+            setattr(made, name, getattr(self, name))
+        return made
+
+
+@dataclass
+class PagemapEntries:
+    """Pagemap entries taken apart, one item a page. `pfn`: 0 where the page is not present or its PFN hidden;
+    `hidden`: how many are hidden.
+    """
+
+    pfn: NDArray[np.uint64]
+    state: NDArray[np.uint8]
+    file: NDArray[np.bool_]
+    exclusive: NDArray[np.bool_]
+    hidden: int
+
+
+@dataclass
+class PageCounts:
+    """What `count_pages` gives, one item a page, -1 where it is not known.
+
+    `missing`: of so many present pages there is no readable struct page. `unmapped`: the pages whose map
+    count is still to be read.
+    """
+
+    refcount: NDArray[np.int64]
+    mapcount: NDArray[np.int64]
+    pincount: NDArray[np.int64]
+    baseline: NDArray[np.int64] | None
+    unmapped: NDArray[np.bool_]
+    missing: int
+
+
+def _bytes(values: NDArray[Any]) -> Any:
+    return ffi.from_buffer("uint8_t[]", values)
+
+
+def decode_pagemap(entries: NDArray[np.uint64]) -> PagemapEntries:
+    """Take raw pagemap entries apart."""
+    count = len(entries)
+    pfn, state = np.empty(count, dtype=np.uint64), np.empty(count, dtype=np.uint8)
+    file, exclusive = np.empty(count, dtype=np.bool_), np.empty(count, dtype=np.bool_)
+    hidden = lib.rr_decode_pagemap(
+        ffi.from_buffer("uint64_t[]", entries),
+        count,
+        ffi.from_buffer("uint64_t[]", pfn),
+        _bytes(state),
+        _bytes(file),
+        _bytes(exclusive),
+    )
+    return PagemapEntries(pfn, state, file, exclusive, int(hidden))
+
+
+def locate(
+    pfns: NDArray[np.uint64],
+    start: NDArray[np.uint64],
+    end: NDArray[np.uint64],
+    code: NDArray[np.uint8],
+    node: NDArray[np.int32],
+    *,
+    absent: int,
+    unknown: int,
+) -> tuple[NDArray[np.uint8], NDArray[np.int32]]:
+    """Return code and node of the range, of those sorted by `start`, that each PFN lies in; `unknown` and -1
+    outside of all. PFN 0 is `absent`.
+    """
+    pfns = np.ascontiguousarray(pfns, dtype=np.uint64)
+    place, nodes = np.empty(len(pfns), dtype=np.uint8), np.empty(len(pfns), dtype=np.int32)
+    columns = [
+        np.ascontiguousarray(column, dtype=kind)
+        for column, kind in ((start, np.uint64), (end, np.uint64), (code, np.uint8), (node, np.int32))
+    ]
+    table = ffi.new("struct rr_places *")
+    table.start, table.end = (ffi.from_buffer("uint64_t[]", column) for column in columns[:2])
+    table.code, table.node = _bytes(columns[2]), ffi.from_buffer("int32_t[]", columns[3])
+    table.count = len(columns[0])
+    lib.rr_locate(
+        ffi.from_buffer("uint64_t[]", pfns),
+        len(pfns),
+        table,
+        absent,
+        unknown,
+        _bytes(place),
+        ffi.from_buffer("int32_t[]", nodes),
+    )
+    return place, nodes
+
+
+def flag_pages(
+    entries: PagemapEntries,
+    flags: NDArray[np.uint64],
+    bits: KpageFlags,
+    place: NDArray[np.uint8],
+    unknown: int,
+) -> NDArray[np.bool_]:
+    """Mark zero and special pages in `entries.state`, those without a struct page as `unknown` in `place`.
+    Return which pages are large.
+    """
+    large = np.empty(len(flags), dtype=np.bool_)
+    lib.rr_flag_pages(
+        ffi.from_buffer("uint64_t[]", entries.pfn),
+        ffi.from_buffer("uint64_t[]", flags),
+        len(flags),
+        bits._as_c(),
+        unknown,
+        _bytes(place),
+        _bytes(entries.state),
+        _bytes(large),
+    )
+    return large
+
+
+def count_pages(
+    entries: PagemapEntries,
+    flags: NDArray[np.uint64] | None,
+    pages: NDArray[Any],
+    bits: KpageFlags,
+    large: NDArray[np.bool_],
+    *,
+    entire_only: bool,
+) -> PageCounts:
+    """Return the counts that struct pages (dtype STRUCT_PAGE) tell; a baseline only with `flags`. `large` is
+    added to.
+    """
+    count = len(entries.pfn)
+    refcount, mapcount, pincount, baseline = (np.empty(count, dtype=np.int64) for _ in range(4))
+    unmapped = np.empty(count, dtype=np.bool_)
+    out = ffi.new("struct rr_counts *")
+    out.state, out.is_large, out.unmapped = _bytes(entries.state), _bytes(large), _bytes(unmapped)
+    out.refcount, out.mapcount, out.pincount, out.baseline = (
+        ffi.from_buffer("int64_t[]", values) for values in (refcount, mapcount, pincount, baseline)
+    )
+    missing = lib.rr_count_pages(
+        ffi.from_buffer("uint64_t[]", entries.pfn),
+        ffi.NULL if flags is None else ffi.from_buffer("uint64_t[]", flags),
+        _bytes(entries.file),
+        ffi.from_buffer("struct rr_page[]", pages),
+        count,
+        bits._as_c(),
+        int(entire_only),
+        out,
+    )
+    return PageCounts(
+        refcount, mapcount, pincount, None if flags is None else baseline, unmapped, int(missing)
+    )
+
+
 def read_entries_at(fd: int, indexes: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Return the entries of a /proc/kpage* file at these PFNs, in any order; 0 for PFN 0. Raises OSError."""
     order = _order(indexes)

@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from regrepro.core.pages import NO_PFN, PAGE_SIZE, runs
+from regrepro.core.pages import PAGE_SIZE, runs
+from regrepro.core.pages import locate as locate_pfns
 from regrepro.kernel import kallsyms, zones
 from regrepro.kernel.btf import Btf, BtfError
 from regrepro.kernel.kcore import Kcore, KcoreError
@@ -63,6 +64,14 @@ class _Ranges:
     node: NDArray[np.int32]
 
 
+_NO_RANGES = _Ranges(
+    np.empty(0, dtype=np.uint64),
+    np.empty(0, dtype=np.uint64),
+    np.empty(0, dtype=np.uint8),
+    np.empty(0, dtype=np.int32),
+)
+
+
 @dataclass
 class MemoryMap:
     """What is known of the node's memory at one moment.
@@ -87,27 +96,12 @@ class MemoryMap:
     sections: Sections | None = field(default=None, repr=False)  # for struct page; None where kcore is closed
     _ranges: _Ranges | None = field(default=None, repr=False)
 
-    def _find(self, pfns: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray[Any]]:
-        ranges = self._ranges
-        if ranges is None or not len(ranges.start):
-            return np.zeros(len(pfns), dtype=np.int64), np.zeros(len(pfns), dtype=bool)
-        at = np.searchsorted(ranges.start, pfns, side="right").astype(np.int64) - 1
-        inside = at >= 0
-        at[~inside] = 0
-        return at, inside & (pfns < ranges.end[at])
-
     def locate(self, pfns: NDArray[np.uint64]) -> tuple[NDArray[np.uint8], NDArray[np.int32]]:
         """Return place (a code of PLACE_NAMES) and NUMA node (-1: not known) of each PFN; PFN 0 is ABSENT."""
-        pfns = np.ascontiguousarray(pfns, dtype=np.uint64)
-        at, inside = self._find(pfns)
-        if self._ranges is None or not len(self._ranges.start):
-            place = np.full(len(pfns), UNKNOWN, dtype=np.uint8)
-            node = np.full(len(pfns), -1, dtype=np.int32)
-        else:
-            place = np.where(inside, self._ranges.code[at], np.uint8(UNKNOWN))
-            node = np.where(inside, self._ranges.node[at], np.int32(-1))
-        place[pfns == NO_PFN] = ABSENT
-        return place, node
+        ranges = self._ranges if self._ranges is not None else _NO_RANGES
+        return locate_pfns(
+            pfns, ranges.start, ranges.end, ranges.code, ranges.node, absent=ABSENT, unknown=UNKNOWN
+        )
 
     def classify(self, pfns: NDArray[np.uint64]) -> NDArray[np.uint8]:
         """Return the place of each PFN as a code of PLACE_NAMES; PFN 0 (no page) is ABSENT."""

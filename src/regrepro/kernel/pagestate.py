@@ -20,11 +20,11 @@ from numpy.typing import NDArray
 from regrepro.core.pages import (
     NO_PFN,
     PAGE_SIZE,
-    PM_EXCLUSIVE,
-    PM_FILE,
-    PM_PRESENT,
-    PM_SWAPPED,
-    pfns_of,
+    KpageFlags,
+    PagemapEntries,
+    count_pages,
+    decode_pagemap,
+    flag_pages,
     read_entries_at,
     read_pagemap,
     runs,
@@ -32,7 +32,7 @@ from regrepro.core.pages import (
 from regrepro.kernel.kcore import Kcore, KcoreError
 from regrepro.kernel.memorymap import ABSENT, PLACE_NAMES, UNKNOWN, MemoryMap
 
-# What a page table entry holds: `PageState.state`.
+# What a page table entry holds: `PageState.state`, `enum rr_page_state` of csrc/pages.h.
 NOT_PRESENT, PRESENT, SWAPPED, ZERO_PAGE, SPECIAL = 0, 1, 2, 3, 4
 STATE_NAMES = {
     NOT_PRESENT: "absent",
@@ -73,10 +73,16 @@ def _is_device(line: str) -> bool:
     )
 
 
-def _any_of(flags: NDArray[np.uint64], *bits: int) -> NDArray[np.bool_]:
-    """Which pages have one of these bits of /proc/kpageflags."""
-    answer: NDArray[np.bool_] = (flags & np.uint64(sum(1 << bit for bit in bits))) != 0
-    return answer
+_BITS = KpageFlags(
+    zero=1 << KPF_ZERO_PAGE,
+    nopage=1 << KPF_NOPAGE,
+    reserved=1 << KPF_RESERVED,
+    whole=1 << KPF_THP | 1 << KPF_HUGE,
+    part=1 << KPF_COMPOUND_HEAD | 1 << KPF_COMPOUND_TAIL,
+    hugetlb=1 << KPF_HUGE,
+    swapcache=1 << KPF_SWAPCACHE,
+    has_private=1 << KPF_PRIVATE | 1 << KPF_PRIVATE_2,
+)
 
 
 @dataclass
@@ -261,28 +267,22 @@ class PageReader:
             return PageState(
                 first * PAGE_SIZE, empty, unknown, np.zeros(pages, dtype=np.uint8), problems=problems
             )
-        entries = read_pagemap(self._pagemap, first * PAGE_SIZE, pages)
-        pfn = pfns_of(entries)
-        present = entries >= np.uint64(PM_PRESENT)
-        place, node = self.memory_map.locate(pfn)
-        hidden = present & (pfn == NO_PFN)
-        if hidden.any():
-            place[hidden] = UNKNOWN
+        entries = decode_pagemap(read_pagemap(self._pagemap, first * PAGE_SIZE, pages))
+        place, node = self.memory_map.locate(entries.pfn)
+        if entries.hidden:
+            place[(entries.state == PRESENT) & (entries.pfn == NO_PFN)] = UNKNOWN
             problems.append("PFNs are hidden from this user: reading them takes CAP_SYS_ADMIN")
-        state = np.where(present, PRESENT, NOT_PRESENT).astype(np.uint8)
-        state[~present & (entries & np.uint64(PM_SWAPPED) != 0)] = SWAPPED
-        result = PageState(first * PAGE_SIZE, pfn, place, state, problems=problems)
+        result = PageState(first * PAGE_SIZE, entries.pfn, place, entries.state, problems=problems)
         sources = [f"/proc/{self._pid or 'self'}/pagemap"]
-        if not hidden.any():
+        if not entries.hidden:
             sources.append(self.memory_map.placed_by)
-            node[pfn == NO_PFN] = -1
+            node[entries.pfn == NO_PFN] = -1
             result.node = node
         if counts:
-            result.file = entries & np.uint64(PM_FILE) != 0
-            result.exclusive = entries & np.uint64(PM_EXCLUSIVE) != 0
-            if not hidden.any():
-                self._add_counts(result, sources)
-            if not present.all():
+            result.file, result.exclusive = entries.file, entries.exclusive
+            if not entries.hidden:
+                self._add_counts(result, entries, sources)
+            if (entries.state == NOT_PRESENT).any():
                 self._mark_pfn_maps(result)
         result.source = ", ".join(sources)
         return result
@@ -320,41 +320,28 @@ class PageReader:
                 result.state[low:high][absent] = SPECIAL
                 result.place[low:high][absent] = UNKNOWN
 
-    def _add_counts(self, result: PageState, sources: list[str]) -> None:
-        pfn = result.pfn
-        present = pfn != NO_PFN
+    def _add_counts(self, result: PageState, entries: PagemapEntries, sources: list[str]) -> None:
         if self._flags >= 0:
-            flags = read_entries_at(self._flags, pfn)
-            result.flags = flags
+            result.flags = read_entries_at(self._flags, entries.pfn)
             sources.append("/proc/kpageflags")
-            zero = _any_of(flags, KPF_ZERO_PAGE) & present
-            special = _any_of(flags, KPF_NOPAGE, KPF_RESERVED) & present & ~zero
-            result.state[zero], result.state[special] = ZERO_PAGE, SPECIAL
-            result.place[_any_of(flags, KPF_NOPAGE) & present] = UNKNOWN
-            compound = _any_of(flags, KPF_THP, KPF_HUGE) & ~zero
-            result.large = compound | _any_of(flags, KPF_COMPOUND_HEAD, KPF_COMPOUND_TAIL)
+            result.large = flag_pages(entries, result.flags, _BITS, result.place, UNKNOWN)
         sections = self.memory_map.sections
         if self._kcore is None or sections is None:
-            self._add_mapcount(result, present, sources)
+            self._add_mapcount(result, entries.pfn != NO_PFN, sources)
             return
         pages = self._kcore.segments.struct_pages(
-            self._kcore.fd, sections.numbers, sections.coded_maps, sections.layout.pages, pfn
+            self._kcore.fd, sections.numbers, sections.coded_maps, sections.layout.pages, entries.pfn
         )
-        known = pages["known"].astype(bool)
-        if not known[present].all():
-            missing = int((~known[present]).sum())
-            result.problems.append(f"struct page of {missing} pages could not be read")
+        if result.large is None:
+            result.large = np.zeros(result.pages, dtype=np.bool_)
+        entire_only = sections.layout.pages.mapcount_is_entire
+        found = count_pages(entries, result.flags, pages, _BITS, result.large, entire_only=entire_only)
+        if found.missing:
+            result.problems.append(f"struct page of {found.missing} pages could not be read")
         sources.append("struct page by /proc/kcore")
-        result.refcount = np.where(known, pages["refcount"].astype(np.int64), UNKNOWN_COUNT)
-        large = pages["large"].astype(bool) & known
-        result.large = large if result.large is None else result.large | large
-        result.pincount = np.where(known, 0, np.int64(UNKNOWN_COUNT))
-        result.pincount[large] = pages["pincount"][large]
-        # Of a small page the kernel's count of mappings is at hand; kpagecount says no other.
-        small = known & ~large & (result.state == PRESENT)
-        result.mapcount = np.where(small, pages["mapcount"].astype(np.int64), UNKNOWN_COUNT)
-        self._add_mapcount(result, present & ~small, sources)
-        result.baseline = _baseline(result, pages, known, large, sections.layout.pages.mapcount_is_entire)
+        result.refcount, result.pincount = found.refcount, found.pincount
+        result.mapcount, result.baseline = found.mapcount, found.baseline
+        self._add_mapcount(result, found.unmapped, sources)
 
     def _add_mapcount(self, result: PageState, wanted: NDArray[np.bool_], sources: list[str]) -> None:
         """Read the map counts of the wanted pages from /proc/kpagecount."""
@@ -364,43 +351,6 @@ class PageReader:
             result.mapcount = np.full(result.pages, UNKNOWN_COUNT, dtype=np.int64)
         result.mapcount[wanted] = read_entries_at(self._counts, result.pfn[wanted]).astype(np.int64)
         sources.append("/proc/kpagecount")
-
-
-def _baseline(
-    state: PageState,
-    pages: NDArray[Any],
-    known: NDArray[np.bool_],
-    large: NDArray[np.bool_],
-    entire_only: bool,
-) -> NDArray[np.int64] | None:
-    """References that mappings, page cache, swap cache and private data hold on each page's folio."""
-    if state.flags is None or state.file is None:
-        return None
-    flags = state.flags
-    maps = pages["mapcount"].astype(np.int64) if state.mapcount is None else state.mapcount
-    cached = state.file | _any_of(flags, KPF_SWAPCACHE)
-    private = state.file & _any_of(flags, KPF_PRIVATE, KPF_PRIVATE_2)
-    sure = known
-    in_cache: NDArray[Any] = cached
-    if large.any():
-        folio_maps = pages["large_mapcount"].astype(np.int64)
-        # Older kernels keep no sum of a large folio's mappings, only how often one entry maps it whole.
-        sure = sure & ~(large & (folio_maps < 0))
-        if entire_only:
-            sure &= ~(large & (pages["mapcount"] != 0))
-        maps = np.where(large, folio_maps, maps)
-        nr_pages = np.where(large, pages["nr_pages"].astype(np.int64), 1)
-        sure &= ~(large & cached & (nr_pages < 1))
-        huge = _any_of(flags, KPF_HUGE)
-        # hugetlb held one page-cache reference for a whole page up to 6.6, one for each page since
-        # (mm/filemap.c).
-        in_cache = np.where(cached, np.where(huge & (pages["refcount"] < nr_pages), 1, nr_pages), 0)
-        private &= ~huge
-    total = maps + in_cache + private
-    # Zero and special pages have references of their own kind. (KPF_KSM is not asked: 6.12 sets it for every
-    # anonymous page, and a KSM page is referred to by its mappings only.)
-    sure = sure & (state.state == PRESENT)
-    return np.where(sure, total, UNKNOWN_COUNT).astype(np.int64)
 
 
 __all__ = [
