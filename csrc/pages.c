@@ -558,3 +558,41 @@ size_t rr_count_pages(const uint64_t *pfn, const uint64_t *flags, const uint8_t 
 	}
 	return missing;
 }
+
+/* Pages whose struct pages are held at a time: little enough to stay in a cache. */
+#define AT_A_TIME 4096
+
+/* rr_struct_pages and rr_count_pages in one. Returns 0 or a negative errno. */
+int rr_read_counts(int fd, const struct rr_segment *segments, size_t nr_segments, const struct rr_section *sections,
+		   size_t nr_sections, const struct rr_page_layout *layout, const uint64_t *pfn, const uint64_t *flags,
+		   const uint8_t *file, size_t count, const struct rr_kpageflags *bits, int entire_only,
+		   const struct rr_counts *out, size_t *missing)
+{
+	struct rr_page *pages = malloc(AT_A_TIME * sizeof(*pages));
+	size_t at, n;
+	int error = 0;
+
+	if (!pages)
+		return -ENOMEM;
+	*missing = 0;
+	for (at = 0; at < count; at += n) {
+		const struct rr_counts part = {
+			.state = out->state + at,
+			.is_large = out->is_large + at,
+			.unmapped = out->unmapped + at,
+			.refcount = out->refcount + at,
+			.mapcount = out->mapcount + at,
+			.pincount = out->pincount + at,
+			.baseline = out->baseline + at,
+		};
+
+		n = count - at < AT_A_TIME ? count - at : AT_A_TIME;
+		error = rr_struct_pages(fd, segments, nr_segments, sections, nr_sections, layout, pfn + at, n, pages);
+		if (error)
+			break;
+		*missing += rr_count_pages(pfn + at, flags ? flags + at : NULL, file ? file + at : NULL, pages, n, bits,
+					   entire_only, &part);
+	}
+	free(pages);
+	return error;
+}

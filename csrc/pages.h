@@ -111,5 +111,9 @@ void rr_flag_pages(const uint64_t *pfn, const uint64_t *flags, size_t count, con
 		   uint8_t unknown, uint8_t *place, uint8_t *state, uint8_t *is_large);
 size_t rr_count_pages(const uint64_t *pfn, const uint64_t *flags, const uint8_t *file, const struct rr_page *pages,
 		      size_t count, const struct rr_kpageflags *bits, int entire_only, const struct rr_counts *out);
+int rr_read_counts(int fd, const struct rr_segment *segments, size_t nr_segments, const struct rr_section *sections,
+		   size_t nr_sections, const struct rr_page_layout *layout, const uint64_t *pfn, const uint64_t *flags,
+		   const uint8_t *file, size_t count, const struct rr_kpageflags *bits, int entire_only,
+		   const struct rr_counts *out, size_t *missing);
 
 #endif

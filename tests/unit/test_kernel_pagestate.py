@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -389,6 +390,20 @@ def test_reads_that_fail_raise_the_errno() -> None:
         pages.read_entries_at(-1, np.array([1], dtype=np.uint64))
 
 
+def assert_counted_alike(segments: pages.Segments, where: tuple[Any, ...], pfns: np.ndarray) -> None:
+    """Whether struct pages are kept or not, the counts are the same."""
+    flags = np.where(pfns % 3 == 0, np.uint64(1 << KPF_SWAPCACHE), np.uint64(0))
+    raw_entries = np.where(pfns > 0, pfns | np.uint64(pages.PM_PRESENT), np.uint64(0))
+    taken, large = pages.decode_pagemap(raw_entries), np.zeros(len(pfns), dtype=bool)
+    together = segments.read_counts(*where, taken, flags, pagestate._BITS, large)
+    large_apart = np.zeros(len(pfns), dtype=bool)
+    rows = segments.struct_pages(*where, pfns)
+    apart = pages.count_pages(taken, flags, rows, pagestate._BITS, large_apart, entire_only=False)
+    for name, values in vars(apart).items():
+        assert np.array_equal(getattr(together, name), values), name
+    assert np.array_equal(large, large_apart) and large.sum() == (pfns >= 512).sum()
+
+
 def test_struct_pages_of_a_kernel_on_paper() -> None:
     """Small, head and tail pages; a tail by pointer and by mask; a page outside; a freed one."""
     layout = pages.PageLayout(
@@ -427,13 +442,13 @@ def test_struct_pages_of_a_kernel_on_paper() -> None:
     try:
         os.write(fd, memory.tobytes())
         segments = pages.Segments([(base, len(memory), 0)])
+        where = (fd, np.array([0], dtype=np.uint64), np.array([base], dtype=np.uint64), layout)
         found = segments.struct_pages(
-            fd,
-            np.array([0], dtype=np.uint64),
-            np.array([base], dtype=np.uint64),
-            layout,
-            np.array([1023, 5, 0, 512, 700, 9, 701, 5000, 1 << 20], dtype=np.uint64),
+            *where, np.array([1023, 5, 0, 512, 700, 9, 701, 5000, 1 << 20], dtype=np.uint64)
         )
+        in_runs = np.tile(np.arange(1024, dtype=np.uint64), 10)  # more than are looked at together
+        for pfns in (in_runs, np.random.default_rng(3).permutation(in_runs), in_runs[:0]):
+            assert_counted_alike(segments, where, pfns)
     finally:
         os.close(fd)
     assert found["known"].tolist() == [1, 1, 0, 1, 1, 0, 1, 0, 0]

@@ -241,27 +241,44 @@ def count_pages(
     """Return the counts that struct pages (dtype STRUCT_PAGE) tell; a baseline only with `flags`. `large` is
     added to.
     """
-    count = len(entries.pfn)
-    refcount, mapcount, pincount, baseline = (np.empty(count, dtype=np.int64) for _ in range(4))
-    unmapped = np.empty(count, dtype=np.bool_)
-    out = ffi.new("struct rr_counts *")
-    out.state, out.is_large, out.unmapped = _bytes(entries.state), _bytes(large), _bytes(unmapped)
-    out.refcount, out.mapcount, out.pincount, out.baseline = (
-        ffi.from_buffer("int64_t[]", values) for values in (refcount, mapcount, pincount, baseline)
-    )
+    room = _Room(entries, flags, bits, large, entire_only=entire_only)
     missing = lib.rr_count_pages(
-        ffi.from_buffer("uint64_t[]", entries.pfn),
-        ffi.NULL if flags is None else ffi.from_buffer("uint64_t[]", flags),
-        _bytes(entries.file),
-        ffi.from_buffer("struct rr_page[]", pages),
-        count,
-        bits._as_c(),
-        int(entire_only),
-        out,
+        room.pfn, room.flags, room.file, ffi.from_buffer("struct rr_page[]", pages), *room.rest
     )
-    return PageCounts(
-        refcount, mapcount, pincount, None if flags is None else baseline, unmapped, int(missing)
-    )
+    return room.counts(int(missing))
+
+
+class _Room:
+    """Arrays for `PageCounts`, and what C is given of them and of what is known of the pages already."""
+
+    def __init__(
+        self,
+        entries: PagemapEntries,
+        flags: NDArray[np.uint64] | None,
+        bits: KpageFlags,
+        large: NDArray[np.bool_],
+        *,
+        entire_only: bool,
+    ) -> None:
+        count = len(entries.pfn)
+        self._arrays = [np.empty(count, dtype=np.int64) for _ in range(4)]
+        self._unmapped = np.empty(count, dtype=np.bool_)
+        self._has_baseline = flags is not None
+        out = ffi.new("struct rr_counts *")
+        out.state, out.is_large, out.unmapped = _bytes(entries.state), _bytes(large), _bytes(self._unmapped)
+        out.refcount, out.mapcount, out.pincount, out.baseline = (
+            ffi.from_buffer("int64_t[]", values) for values in self._arrays
+        )
+        self.pfn = ffi.from_buffer("uint64_t[]", entries.pfn)
+        self.flags = ffi.NULL if flags is None else ffi.from_buffer("uint64_t[]", flags)
+        self.file = _bytes(entries.file)
+        self.rest = (count, bits._as_c(), int(entire_only), out)
+
+    def counts(self, missing: int) -> PageCounts:
+        refcount, mapcount, pincount, baseline = self._arrays
+        return PageCounts(
+            refcount, mapcount, pincount, baseline if self._has_baseline else None, self._unmapped, missing
+        )
 
 
 def read_entries_at(fd: int, indexes: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -352,21 +369,11 @@ class Segments:
         pfns: NDArray[np.uint64],
     ) -> NDArray[Any]:
         """Read struct page of each PFN: an array of dtype STRUCT_PAGE. `section_numbers` must be sorted."""
-        sections = np.empty(len(section_numbers), dtype=_SECTION)
-        sections["number"], sections["coded_map"] = section_numbers, coded_maps
         order = _order(pfns)
         pfns = np.ascontiguousarray(pfns if order is None else pfns[order], dtype=np.uint64)
         out = np.empty(len(pfns), dtype=STRUCT_PAGE)
-        c_layout = ffi.new("struct rr_page_layout *")
-        for name in PageLayout.__dataclass_fields__.keys() - {"mapcount_is_entire"}:
-            setattr(c_layout, name, int(getattr(layout, name)))
         error = lib.rr_struct_pages(
-            fd,
-            self._c,
-            len(self.list),
-            ffi.from_buffer("struct rr_section[]", sections),
-            len(sections),
-            c_layout,
+            *self._where(fd, section_numbers, coded_maps, layout),
             ffi.from_buffer("uint64_t[]", pfns),
             len(pfns),
             ffi.from_buffer("struct rr_page[]", out),
@@ -377,3 +384,41 @@ class Segments:
         answer = np.empty_like(out)
         answer[order] = out
         return answer
+
+    def _where(
+        self, fd: int, section_numbers: NDArray[np.uint64], coded_maps: NDArray[np.uint64], layout: PageLayout
+    ) -> tuple[Any, ...]:
+        """Return what C must know to find a struct page."""
+        sections = np.empty(len(section_numbers), dtype=_SECTION)
+        sections["number"], sections["coded_map"] = section_numbers, coded_maps
+        c_layout = ffi.new("struct rr_page_layout *")
+        for name in PageLayout.__dataclass_fields__.keys() - {"mapcount_is_entire"}:
+            setattr(c_layout, name, int(getattr(layout, name)))
+        table = ffi.from_buffer("struct rr_section[]", sections)
+        return fd, self._c, len(self.list), table, len(sections), c_layout
+
+    def read_counts(  # noqa: PLR0917 - where struct pages lie, and what is known of the pages already
+        self,
+        fd: int,
+        section_numbers: NDArray[np.uint64],
+        coded_maps: NDArray[np.uint64],
+        layout: PageLayout,
+        entries: PagemapEntries,
+        flags: NDArray[np.uint64] | None,
+        bits: KpageFlags,
+        large: NDArray[np.bool_],
+    ) -> PageCounts:
+        """Return what `struct_pages` and `count_pages` give together, without keeping every struct page.
+
+        Raises OSError.
+        """
+        entire_only = layout.mapcount_is_entire
+        if _order(entries.pfn) is not None:
+            pages = self.struct_pages(fd, section_numbers, coded_maps, layout, entries.pfn)
+            return count_pages(entries, flags, pages, bits, large, entire_only=entire_only)
+        room = _Room(entries, flags, bits, large, entire_only=entire_only)
+        missing = ffi.new("size_t *")
+        where = self._where(fd, section_numbers, coded_maps, layout)
+        error = lib.rr_read_counts(*where, room.pfn, room.flags, room.file, *room.rest, missing)
+        _check(error, "/proc/kcore")
+        return room.counts(int(missing[0]))

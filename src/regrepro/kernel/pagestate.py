@@ -22,7 +22,6 @@ from regrepro.core.pages import (
     PAGE_SIZE,
     KpageFlags,
     PagemapEntries,
-    count_pages,
     decode_pagemap,
     flag_pages,
     read_entries_at,
@@ -329,13 +328,19 @@ class PageReader:
         if self._kcore is None or sections is None:
             self._add_mapcount(result, entries.pfn != NO_PFN, sources)
             return
-        pages = self._kcore.segments.struct_pages(
-            self._kcore.fd, sections.numbers, sections.coded_maps, sections.layout.pages, entries.pfn
-        )
         if result.large is None:
             result.large = np.zeros(result.pages, dtype=np.bool_)
-        entire_only = sections.layout.pages.mapcount_is_entire
-        found = count_pages(entries, result.flags, pages, _BITS, result.large, entire_only=entire_only)
+        layout = sections.layout.pages
+        found = self._kcore.segments.read_counts(
+            self._kcore.fd,
+            sections.numbers,
+            sections.coded_maps,
+            layout,
+            entries,
+            result.flags,
+            _BITS,
+            result.large,
+        )
         if found.missing:
             result.problems.append(f"struct page of {found.missing} pages could not be read")
         sources.append("struct page by /proc/kcore")
