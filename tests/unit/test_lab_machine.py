@@ -519,6 +519,17 @@ def test_messages_of_the_guest_are_lines(capfd: pytest.CaptureFixture[str]) -> N
         (False, ["qemu", "-smp", "2"], ["qemu", "-accel", "tcg,thread=single", "-smp", "2"]),
         (False, ["qemu", "-machine", "virt,accel=tcg"], ["qemu", "-machine", "virt,accel=tcg"]),
         (True, ["qemu", "-machine", "accel=kvm:tcg"], ["qemu", "-machine", "accel=kvm"]),
+        (
+            False,
+            ["/bin/qemu-system-x86_64", "-cpu", "max", "max"],
+            ["/bin/qemu-system-x86_64", "-accel", "tcg,thread=single", "-cpu", "max,-erms", "max"],
+        ),
+        (
+            False,
+            ["/bin/qemu-system-aarch64", "-cpu", "max"],
+            ["/bin/qemu-system-aarch64", "-accel", "tcg,thread=single", "-cpu", "max"],
+        ),
+        (True, ["/bin/qemu-system-x86_64", "-cpu", "max"], ["/bin/qemu-system-x86_64", "-cpu", "max"]),
     ],
 )
 def test_emulated_cpus_share_a_thread(tmp_path: Path, kvm: bool, command: list[str], told: list[str]) -> None:

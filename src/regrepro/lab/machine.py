@@ -194,6 +194,13 @@ class Machine:
         # gone already ("Oops: int3" in __schedule), and of crashes in interrupts between CPUs.
         if not self._kvm and not any("accel=" in word for word in adapted):
             adapted[1:1] = ["-accel", "tcg,thread=single"]
+            # TCG copies and clears by `rep movsb` and `rep stosb` byte by byte. Without ERMS the kernel moves
+            # words: a page is cleared five times as fast, and copied as well.
+            if Path(adapted[0]).name == "qemu-system-x86_64":
+                adapted = [
+                    f"{word},-erms" if (before, word) == ("-cpu", "max") else word
+                    for before, word in zip(["", *adapted], adapted, strict=False)
+                ]
         return adapted
 
     def run(
