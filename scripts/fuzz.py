@@ -8,8 +8,10 @@ one among the others is shown whole.
 from __future__ import annotations
 
 import faulthandler
+import os
 import random
 import sys
+import tempfile
 import time
 from datetime import timedelta
 from typing import Any
@@ -167,6 +169,8 @@ def run(name: str, count: int) -> float:
 def main() -> int:
     """Run as the command line says."""
     faulthandler.enable()
+    if "TMPDIR" not in os.environ and os.access("/dev/shm", os.W_OK):
+        tempfile.tempdir = "/dev/shm"  # a disk takes ten times as long for a folder that comes and goes
     arguments = sys.argv[1:]
     count = 1_000_000
     if arguments and arguments[0].isdigit():
