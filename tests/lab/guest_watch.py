@@ -423,7 +423,7 @@ def flood(watcher: Watcher, name: str, metrics: Path, rates: list[int]) -> None:
     for rate in rates:
         comm, (_, _, lost) = f"flood-{rate}", counted(watcher, "")
         in_child(with_device(name, partial(fail_on, rate=rate, number=FLOOD, comm=comm)))
-        deadline = time.monotonic() + 60  # they are told every ten seconds, once they have been looked at
+        deadline = time.monotonic() + 150  # they are told every ten seconds, once they have been looked at
         while sum(counted(watcher, comm)[:2]) < FLOOD and time.monotonic() < deadline:
             time.sleep(1)
         full, others, lost_now = counted(watcher, comm)
