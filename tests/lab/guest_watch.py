@@ -37,7 +37,7 @@ PAGE = memory.PAGE_SIZE
 ACCESS = verbs.access_bits(["LOCAL_WRITE", "REMOTE_WRITE", "REMOTE_READ"])
 BAD = 0x10000  # nothing is ever mapped so low (vm.mmap_min_addr)
 FLOOD = 2000  # failures of each rate
-RATES = "250,0"  # a second; 0: as fast as they come
+RATES = "1000,0"  # a second; 0: as fast as they come
 results: list[bool] = []
 
 
