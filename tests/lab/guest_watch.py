@@ -423,8 +423,15 @@ def flood(watcher: Watcher, name: str, metrics: Path, rates: list[int]) -> None:
     for rate in rates:
         comm, (_, _, lost) = f"flood-{rate}", counted(watcher, "")
         in_child(with_device(name, partial(fail_on, rate=rate, number=FLOOD, comm=comm)))
-        deadline = time.monotonic() + 150  # they are told every ten seconds, once they have been looked at
-        while sum(counted(watcher, comm)[:2]) < FLOOD and time.monotonic() < deadline:
+        # They are told every ten seconds, once they have been looked at; what was lost is never told.
+        deadline = time.monotonic() + 150
+        seen, since = 0, time.monotonic()
+        while seen < FLOOD and time.monotonic() < deadline:
+            full, others, lost_now = counted(watcher, comm)
+            if full + others != seen:
+                seen, since = full + others, time.monotonic()
+            if seen and lost_now > lost and time.monotonic() - since > 25:
+                break
             time.sleep(1)
         full, others, lost_now = counted(watcher, comm)
         told += full + others
