@@ -170,7 +170,11 @@ class Watch:
                 why="the module is not loaded, or its symbols are hidden",
                 hint="modprobe ib_uverbs; sysctl kernel.kptr_restrict must not be 2",
             )
-        self._offsets, self._task = page_offsets(), task_offsets()
+        try:
+            kernel = Btf.of_running_kernel()
+            self._offsets, self._task = page_offsets(kernel), task_offsets(kernel)
+        except (OSError, BtfError):
+            self._offsets = self._task = None
 
     def _start(self) -> Engine:
         """Start an engine; where its program cannot be attached, do without what is in the way."""
@@ -640,47 +644,29 @@ def engine_file(output: Output) -> Path:
     return output.path / "program.bt"
 
 
-def page_offsets() -> PageOffsets | None:
-    """Return where struct page has what is told of a page that would not move; None without BTF."""
-    try:
-        btf = Btf.of_running_kernel()
-        found = [
-            btf.offset("page", "lru"),
-            btf.offset("page", "flags"),
-            btf.offset("page", "_refcount"),
-            btf.offset("page", "_mapcount"),
-        ]
-        pincount = btf.offset("folio", "_pincount")
-    except (OSError, BtfError):
-        return None
-    lru, flags, refcount, mapcount = found
+def page_offsets(btf: Btf) -> PageOffsets | None:
+    """Return where struct page has what is told of a page that would not move; None where BTF lacks it."""
+    lru = btf.offset("page", "lru")
     if lru is None:
         lru = btf.offset("folio", "lru")
+    flags, refcount, mapcount = (btf.offset("page", name) for name in ("flags", "_refcount", "_mapcount"))
     if lru is None or flags is None or refcount is None or mapcount is None:
         return None
+    pincount = btf.offset("folio", "_pincount")
     return PageOffsets(lru, flags, refcount, mapcount, pincount if pincount is not None else refcount)
 
 
-def task_offsets() -> TaskOffsets | None:
-    """Return where the kernel has what is told of a process whose request failed; None without BTF, and
-    before 5.5, where start_boottime has another name.
+def task_offsets(btf: Btf) -> TaskOffsets | None:
+    """Return where the kernel has what is told of a process whose request failed; None before 5.5, where
+    start_boottime has another name.
     """
-    try:
-        btf = Btf.of_running_kernel()
-        leader, start, its_signal, mm = (
-            btf.offset("task_struct", name) for name in ("group_leader", "start_boottime", "signal", "mm")
-        )
-        limits, pinned = btf.offset("signal_struct", "rlim"), btf.offset("mm_struct", "pinned_vm")
-    except (OSError, BtfError):
+    leader, start, its_signal, mm = (
+        btf.offset("task_struct", name) for name in ("group_leader", "start_boottime", "signal", "mm")
+    )
+    limits, pinned = btf.offset("signal_struct", "rlim"), btf.offset("mm_struct", "pinned_vm")
+    if leader is None or start is None or its_signal is None:
         return None
-    if (
-        leader is None
-        or start is None
-        or its_signal is None
-        or mm is None
-        or limits is None
-        or pinned is None
-    ):
+    if mm is None or limits is None or pinned is None:
         return None
     # struct rlimit has two unsigned longs (include/uapi/linux/resource.h).
     memlock = limits + resource.RLIMIT_MEMLOCK * 2 * struct.calcsize("L")
