@@ -530,7 +530,7 @@ static int64_t baseline_of(const struct rr_page *page, uint64_t flags, int file,
 }
 
 /*
- * Counts out of struct page. `flags` and `file` may be NULL; there is no baseline then. Zero and special pages have
+ * Counts out of struct page. `flags` may be NULL; there is no baseline then. Zero and special pages have
  * none either: their references are of their own kind. (KPF_KSM is not asked: 6.12 sets it for every anonymous page,
  * and a KSM page is referred to by its mappings only.) Returns how many present pages have no readable struct page.
  */
@@ -550,7 +550,7 @@ size_t rr_count_pages(const uint64_t *pfn, const uint64_t *flags, const uint8_t 
 		/* Of a small page the kernel's count of mappings is at hand; kpagecount says no other. */
 		out->mapcount[i] = small ? page->mapcount : -1;
 		out->unmapped[i] = pfn[i] && !small;
-		if (!flags || !file)
+		if (!flags)
 			continue;
 		out->baseline[i] = page->known && out->state[i] == RR_PAGE_PRESENT ?
 					   baseline_of(page, flags[i], file[i], bits, entire_only) :
@@ -590,7 +590,7 @@ int rr_read_counts(int fd, const struct rr_segment *segments, size_t nr_segments
 		error = rr_struct_pages(fd, segments, nr_segments, sections, nr_sections, layout, pfn + at, n, pages);
 		if (error)
 			break;
-		*missing += rr_count_pages(pfn + at, flags ? flags + at : NULL, file ? file + at : NULL, pages, n, bits,
+		*missing += rr_count_pages(pfn + at, flags ? flags + at : NULL, file + at, pages, n, bits,
 					   entire_only, &part);
 	}
 	free(pages);
