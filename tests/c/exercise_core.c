@@ -10,9 +10,11 @@
 #include "iouring.h"
 #include "memory.h"
 #include "pin.h"
+#include "uprobe.h"
 #include "verbs.h"
 
 #include <errno.h>
+#include <linux/perf_event.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -230,6 +232,125 @@ static void exercise_verbs(const char *library)
 	free(bytes);
 }
 
+#define RING_PAGES 2
+
+/* Random words in a ring, and in the positions: nothing outside of it is read, and it ends. */
+static void exercise_uprobe_garbage(uint8_t *ring, size_t page, struct rr_uprobe_hit *hits, size_t room,
+				    uint8_t *stacks)
+{
+	struct perf_event_mmap_page *control = (struct perf_event_mmap_page *)ring;
+	struct rr_uprobe_tally tally = { 0 };
+	size_t index, found = 0, round, words = RING_PAGES * page / sizeof(uint64_t);
+	uint64_t *data = (uint64_t *)(ring + page);
+
+	srand(5);
+	for (round = 0; round < 3000; round++) {
+		for (index = 0; index < words; index++) {
+			/* Headers of all kinds, small lengths, the ABI's 2, sent numbers, now and then anything. */
+			uint64_t size = 8 * ((uint64_t)rand() % (rr_uprobe_record_bytes(0) / 8 + 20));
+			uint64_t some[] = { size << 48 | PERF_RECORD_SAMPLE, 2, size, size << 48 | (rand() % 20),
+					    (uint64_t)rand() << 32 | 4, (uint64_t)rand() << 33 | rand() };
+
+			data[index] = some[rand() % 64 ? rand() % 5 : 5];
+		}
+		control->data_tail = 8 * (uint64_t)rand() + (round % 50 ? 0 : rand() % 8);
+		control->data_head = control->data_tail + 8 * (uint64_t)(rand() % (words + words / 8));
+		if (round % 51 == 0)
+			control->data_head = rand();
+		while ((index = rr_uprobe_drain((uintptr_t)ring, RING_PAGES, hits, room, stacks, &tally)) == room)
+			found += index;
+		found += index;
+		CHECK(control->data_tail == control->data_head);
+	}
+	CHECK(found && tally.unreadable && tally.foreign && tally.throttled);
+}
+
+/* On a machine and for a user that may: nothing runs, everything is opened and closed. */
+static void exercise_uprobe_events(void)
+{
+	static const struct rr_uprobe_zero every, bad[] = { { 0, 0, 2 }, { 32, 0, 8 }, { -1, 8, 16 } };
+	uintptr_t address, count;
+	unsigned int type = 0;
+	size_t index;
+	char log[4096] = "x";
+	FILE *file = fopen("/sys/bus/event_source/devices/uprobe/type", "r");
+	int rings = rr_uprobe_rings_open(4), lost = rr_uprobe_lost_open(), ring = rr_uprobe_ring_open(0, 256);
+	int program = rr_uprobe_program(7, rings, lost, &every, log, sizeof(log)), event;
+
+	CHECK(!*log);
+	if (!file || fscanf(file, "%u", &type) != 1 || rings < 0 || lost < 0 || program < 0 || ring < 0) {
+		printf("skip uprobes: maps %d %d, program %d, ring %d\n", rings, lost, program, ring);
+	} else {
+		CHECK(rr_uprobe_bpf() == -EINVAL);
+		CHECK(rr_uprobe_ring_map(ring, 3, &address) == -EINVAL && !address);
+		CHECK(rr_uprobe_ring_map(ring, 0, &address) == -EINVAL && !address);
+		CHECK(rr_uprobe_ring_map(ring, RING_PAGES, &address) == 0 && address);
+		CHECK(rr_uprobe_ring_runs(ring) == 1);
+		CHECK(rr_uprobe_rings_set(rings, 0, ring) == 0);
+		CHECK(rr_uprobe_rings_set(rings, 4, ring) == -E2BIG);
+		CHECK(rr_uprobe_rings_unset(rings, 0) == 0);
+		CHECK(rr_uprobe_rings_unset(rings, 0) == -ENOENT);
+		CHECK(rr_uprobe_lost_map(lost, &count) == 0 && count && rr_uprobe_lost(count) == 0);
+		CHECK(rr_uprobe_lost_unmap(count) == 0);
+		CHECK(rr_uprobe_open(type, "/nonexistent", 0, 0) == -ENOENT);
+		event = rr_uprobe_open(type, "/proc/self/exe", 0, 0);
+		CHECK(event >= 0);
+		CHECK(rr_uprobe_start(event, -1) == -EBADF);
+		CHECK(rr_uprobe_start(event, rings) == -EINVAL);
+		CHECK(rr_uprobe_start(event, program) == 0);
+		close(event);
+		CHECK(rr_uprobe_ring_unmap(address, RING_PAGES) == 0);
+		for (index = 0; index < sizeof(bad) / sizeof(bad[0]); index++)
+			CHECK(rr_uprobe_program(7, rings, lost, &bad[index], log, sizeof(log)) == -EINVAL && !*log);
+		for (index = 0; index < 4; index++) {
+			const struct rr_uprobe_zero zero = { index & 1 ? 3 : -1, 16, index & 2 ? 8 : 4 };
+
+			event = rr_uprobe_program(7, rings, lost, &zero, log, sizeof(log));
+			CHECK(event >= 0 && !*log);
+			close(event);
+		}
+		/* The maps the wrong way round: the verifier says what it does not like. */
+		event = rr_uprobe_program(7, lost, rings, &every, log, sizeof(log));
+		CHECK((event == -EINVAL || event == -EACCES) && strstr(log, "map"));
+	}
+	if (program >= 0)
+		close(program);
+	if (ring >= 0)
+		close(ring);
+	if (rings >= 0)
+		close(rings);
+	if (lost >= 0)
+		close(lost);
+	if (file)
+		fclose(file);
+	CHECK(rr_uprobe_ring_open(1 << 20, 0) < 0);
+	CHECK(rr_uprobe_ring_map(-1, 1, &address) == -EBADF);
+	CHECK(rr_uprobe_ring_runs(-1) == -EBADF);
+	CHECK(rr_uprobe_start(-1, -1) == -EBADF);
+	CHECK(rr_uprobe_lost_map(-1, &count) == -EBADF && !count);
+	CHECK(rr_uprobe_rings_set(-1, 0, -1) < 0);
+	CHECK(rr_uprobe_program(7, -1, -1, &every, log, sizeof(log)) < 0);
+}
+
+static void exercise_uprobe(size_t page)
+{
+	size_t room = RING_PAGES * page / rr_uprobe_record_bytes(0) + 1;
+	struct rr_uprobe_hit *hits = malloc(room * sizeof(*hits));
+	uint8_t *ring = malloc((RING_PAGES + 1) * page);
+	uint8_t *stacks = malloc(RING_PAGES * page);
+
+	CHECK(!rr_uprobe_register(64));
+	if (!hits || !ring || !stacks)
+		abort();
+	memset(ring, 0, (RING_PAGES + 1) * page);
+	exercise_uprobe_garbage(ring, page, hits, room, stacks);
+	exercise_uprobe_garbage(ring, page, hits, 1, stacks);
+	exercise_uprobe_events();
+	free(hits);
+	free(ring);
+	free(stacks);
+}
+
 int main(int count, char **arguments)
 {
 	size_t page = (size_t)sysconf(_SC_PAGESIZE);
@@ -239,6 +360,10 @@ int main(int count, char **arguments)
 	setvbuf(stdout, NULL, _IONBF, 0);
 	exercise_memory(page);
 	exercise_ring(page);
+	if (rr_uprobe_register(0))
+		exercise_uprobe(page);
+	else
+		printf("skip uprobes: the registers of this architecture are not known\n");
 	for (index = 0; index < sizeof(lengths) / sizeof(lengths[0]); index++) {
 		exercise_pin("process-vm", rr_pin_process_vm, page, lengths[index]);
 		exercise_pin("vmsplice", rr_pin_vmsplice, page, lengths[index]);

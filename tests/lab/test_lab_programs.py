@@ -20,6 +20,7 @@ KERNEL, CUDA = ("guest_kernel.py",), ("guest_cuda.py",)
 REFUSES, REGISTERS = ("--expect-refusal", "yes"), ("--expect-refusal", "no")
 TRACE = ("guest_trace.py", *REFUSES)
 WATCH = ("guest_watch.py", *REFUSES)
+UPROBES = ("guest_uprobes.py",)
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,10 @@ ROWS = [
         (("guest_cuda.py", "--refuses", "no"),),
     ),
     Row("7.3", LabOptions("7.3"), (("guest_audit.py", "none"),)),
+    *(
+        Row(f"{series}, two CPUs", LabOptions(series, memory=2 * GIB, cpus=2), (UPROBES,))
+        for series in ("7.3", "6.12", "6.1", "5.10")
+    ),
     *(
         Row(f"{series} movablecore=512M", LabOptions(series, ("movablecore=512M",)), programs)
         for series, programs in (
