@@ -84,11 +84,14 @@ class BtfWriter:
         )
         return self._type(name, ENUM64, len(values), 8, raw)
 
-    def blob(self) -> bytes:
-        header = struct.pack(
-            "=HBBIIIII", 0xEB9F, 1, 0, 24, 0, len(self._types), len(self._types), len(self._strings)
-        )
-        return header + self._types + self._strings
+    def marks(self) -> tuple[int, int]:
+        """Where types and strings end by now: what comes is a module's."""
+        return len(self._types), len(self._strings)
+
+    def blob(self, types_from: int = 0, strings_from: int = 0) -> bytes:
+        types, strings = self._types[types_from:], self._strings[strings_from:]
+        header = struct.pack("=HBBIIIII", 0xEB9F, 1, 0, 24, 0, len(types), len(types), len(strings))
+        return header + types + strings
 
 
 def write_kcore(path: Path, segments: list[tuple[int, bytes]], vmcoreinfo: str) -> None:

@@ -63,6 +63,22 @@ def test_enums_and_arrays(btf: Btf) -> None:
     assert head is not None and btf.array_length(head) is None
 
 
+def test_a_modules_types_go_on_where_the_kernels_end() -> None:
+    writer = BtfWriter()
+    long = writer.integer("unsigned long", 8)
+    inner = writer.record("inner", 16, [("a", long, 0), ("b", long, 8)])
+    base = writer.blob()
+    kept, told = writer.marks()
+    writer.record("of_module", 32, [("head", long, 0), ("", inner, 8), ("tail", long, 24)])
+    module = writer.blob(kept, told)
+    both = Btf.joined(base, module)
+    assert both.offset("of_module", "b") == 16 and both.offset("of_module", "tail") == 24
+    assert both.offset("inner", "b") == 8 and Btf(base).size("of_module") is None
+    for cut in range(0, len(module), 3):
+        with pytest.raises(BtfError):
+            Btf.joined(base, module[:cut])
+
+
 def test_an_unknown_kind_is_said(btf: Btf) -> None:
     writer = BtfWriter()
     writer._type("future", 31, 0, 0)

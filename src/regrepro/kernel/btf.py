@@ -64,6 +64,26 @@ class Btf:
         """Read the running kernel's BTF. Raises OSError (kernel without CONFIG_DEBUG_INFO_BTF), BtfError."""
         return cls(BTF_PATH.read_bytes())
 
+    @classmethod
+    def joined(cls, base: bytes, module: bytes) -> Btf:
+        """Read a module's BTF together with the kernel's own, whose ids and strings it goes on counting from.
+
+        Raises BtfError.
+        """
+        parts = []
+        for blob in (base, module):
+            if len(blob) < 24 or struct.unpack_from("=H", blob)[0] != _MAGIC:
+                raise BtfError("no BTF magic")
+            header, type_off, type_len, str_off, str_len = struct.unpack_from("=IIIII", blob, 4)
+            types = blob[header + type_off : header + type_off + type_len]
+            strings = blob[header + str_off : header + str_off + str_len]
+            if len(types) != type_len or len(strings) != str_len:
+                raise BtfError("BTF is cut short")
+            parts.append((types, strings))
+        types, strings = (first + second for first, second in zip(*parts, strict=True))
+        head = base[:4] + struct.pack("=IIIII", 24, 0, len(types), len(types), len(strings))
+        return cls(head + types + strings)
+
     def _find(self, kind: int, name: str) -> int | None:
         """Return the offset of a type in the blob. Each search walks all types: it is done once."""
         key = kind, name
