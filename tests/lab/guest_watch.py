@@ -9,12 +9,14 @@ trampolines; `--rates` are failures a second. Exit code 0 when every line is `ok
 from __future__ import annotations
 
 import argparse
+import ctypes
 import errno
 import json
 import os
 import re
 import resource
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
@@ -268,6 +270,73 @@ def other_causes(watcher: Watcher, name: str) -> None:
         if line is not None:
             told = [line["layer"], line["errno"]]
             check(f"{layer}: with its layer and errno", told == [layer, why], f"{told} {line['reason']}")
+
+
+def without_ioctl() -> None:
+    """Let this process' ioctl(2) fail with EPERM before the kernel does anything: a seccomp filter
+    (Documentation/userspace-api/seccomp_filter.rst).
+    """
+    number = {"x86_64": 16, "aarch64": 29}[os.uname().machine]
+    code = [
+        (0x20, 0, 0, 0),
+        (0x15, 0, 1, number),
+        (0x06, 0, 0, 0x50000 | errno.EPERM),
+        (0x06, 0, 0, 0x7FFF0000),
+    ]
+    raw = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *item) for item in code))
+    program = struct.pack("@HP", len(code), ctypes.addressof(raw))
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(38, 1, 0, 0, 0) or libc.prctl(22, 2, program):  # PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP
+        raise OSError(ctypes.get_errno(), "seccomp")
+
+
+def handlers_never_run(watcher: Watcher, name: str) -> None:
+    """Failures that libibverbs alone can tell of, and one whose errno only the kernel's entry knows."""
+
+    def filtered(pd: verbs.ProtectionDomain) -> None:
+        with memory.Range.anonymous(3 * PAGE, huge=False) as buffer:
+            buffer.fill(1)
+            refused(lambda: pd.reg_mr(buffer.address, buffer.length, ACCESS))  # the kernel has nothing to say
+            without_ioctl()
+            for _ in range(2):
+                refused(lambda: pd.reg_mr(buffer.address, 3 * PAGE, ACCESS))
+            time.sleep(2)
+            os._exit(0)  # what it holds could not be given back
+
+    found = watcher.caught(in_child(with_device(name, filtered)), 2)
+    check("no system call was made: both are caught", len(found) == 2, f"{found}")
+    for line in found:
+        register = events_of(line)["register"]
+        told = [line["verb"], line["length"], line["errno"], line["layer"]]
+        check("no system call was made: what is known", told[1:] == [3 * PAGE, None, "unknown"], f"{told}")
+        check("no system call was made: the verb is libibverbs' own word", register["verb_how"] == "observed")
+        check("no system call was made: what is not known is said", register["errno"] == "EUNKNOWN")
+
+    before = set(verbs.devices())
+    for command in (
+        "ip link add regrepro1 type dummy",
+        "ip link set regrepro1 up",
+        "rdma link add rxe1 type rxe netdev regrepro1",
+    ):
+        subprocess.run(command.split(), check=True)
+    deadline = time.monotonic() + 10
+    while set(verbs.devices()) == before and time.monotonic() < deadline:
+        time.sleep(0.1)
+    (second,) = set(verbs.devices()) - before
+
+    def gone(pd: verbs.ProtectionDomain) -> None:
+        with memory.Range.anonymous(PAGE, huge=False) as buffer:
+            buffer.fill(1)
+            subprocess.run(["rdma", "link", "delete", second], check=True)
+            refused(lambda: pd.reg_mr(buffer.address, PAGE, ACCESS))
+            time.sleep(2)
+            os._exit(0)
+
+    line = only("a device that is gone", watcher.caught(in_child(with_device(second, gone))))
+    if line is not None:
+        told = [line["errno"], line["layer"], line["length"]]
+        check("a device that is gone: its errno and layer", told == ["EIO", "device", PAGE], f"{told}")
+    subprocess.run(["ip", "link", "delete", "regrepro1"], check=True)
 
 
 def program_of_others(watcher: Watcher, name: str) -> None:
@@ -558,6 +627,7 @@ def main() -> int:
         successes(watcher, name)
         held(watcher, name, refusal)
         other_causes(watcher, name)
+        handlers_never_run(watcher, name)
         program_of_others(watcher, name)
         dies_at_once(watcher, name, refusal)
         at_the_same_moment(watcher, name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from regrepro.kernel.trace_flags import FlagNames
 from regrepro.kernel.trace_probes import Returns
 from regrepro.record import Record, read_record
 from regrepro.watch import copies, engine, process, watch
-from regrepro.watch.events import Correlator, Failure
+from regrepro.watch.events import Correlator, Failure, LibraryWord
 from regrepro.watch.evidence import Evidence, Observer, modules_of, record_events
 from regrepro.watch.functions import Function, Functions, read_symbols
 from regrepro.watch.limiter import Limiter
@@ -27,7 +28,17 @@ from regrepro.watch.lock import Lock
 from regrepro.watch.metrics import Metrics
 from regrepro.watch.output import Output
 from regrepro.watch.process import Process
-from regrepro.watch.program import Dialect, Library, PageOffsets, Program, TaskOffsets, make_program
+from regrepro.watch.program import (
+    REQUESTS,
+    Dialect,
+    Library,
+    PageOffsets,
+    Program,
+    RequestOffsets,
+    TaskOffsets,
+    attribute_index,
+    make_program,
+)
 from regrepro.watch.registrations import Account
 from regrepro.watch.watch import Options, Watch
 
@@ -38,7 +49,6 @@ FUNCTIONS = Functions(
         Function("ib_uverbs_handler_UVERBS_METHOD_REG_DMABUF_MR", "ib_uverbs", ("attrs",)),
     ],
     drivers=[Function("rxe_reg_user_mr", "rdma_rxe", REG, Returns.POINTER)],
-    carriers=[Function("ib_uverbs_ioctl", "ib_uverbs", ("filp", "cmd", "arg"))],
     pins=[
         Function(name, "", ("start", "nr_pages", "gup_flags", "pages"))
         for name in ("pin_user_pages_fast", "pin_user_pages")
@@ -76,6 +86,7 @@ HEADER: dict[str, Any] = {
     "stand_ins": [],
 }
 OFFSETS = PageOffsets(8, 0, 52, 48, 100)
+REQUEST = RequestOffsets(command=1111, present=2222, attributes=3333, size=44)
 
 
 def number(name: str) -> int:
@@ -117,6 +128,17 @@ def test_the_program_is_silent_on_success() -> None:
             assert "if (" in probe.partition("printf")[0], probe
 
 
+def test_every_probe_is_closed() -> None:
+    task = TaskOffsets(1, 2, 3, 4, 5, 6)
+    library = Library("/x.so", {"ibv_reg_mr_iova2": 0x100, "ibv_reg_dmabuf_mr": 0x200})
+    text = make_program(
+        FUNCTIONS, [library], offsets=OFFSETS, task=task, request=REQUEST, plain_pins=("pin_user_pages",)
+    ).text
+    for probe in text.splitlines():
+        assert probe.count("{") == probe.count("}") > 0, probe
+        assert probe.count("(") == probe.count(")"), probe
+
+
 def test_the_heartbeat_is_attached_last() -> None:
     probes = make_program(FUNCTIONS).text.splitlines()
     assert probes[1].startswith("interval:s:2")
@@ -142,6 +164,48 @@ def test_a_function_of_more_than_six_parameters_is_followed_by_kprobes() -> None
     many = Functions(drivers=[Function("mlx5_ib_reg_user_mr", "mlx5_ib", (*REG, "dmah"), Returns.POINTER)])
     text = make_program(many).text
     assert "kretprobe:mlx5_ib_reg_user_mr" in text and "kfunc" not in text and "arg4" in text
+
+
+def test_what_succeeds_takes_nothing_out_of_a_map() -> None:
+    """Making a map's entry and deleting it again is what costs; the next request writes it again."""
+    many = replace(FUNCTIONS.drivers[0], parameters=(*REG, "dmah"))
+    functions = replace(FUNCTIONS, drivers=[many])
+    text = make_program(functions, offsets=OFFSETS, request=REQUEST).text
+    hot = [*functions.entries, *functions.drivers, *functions.pins, *functions.inner]
+    for probe in text.splitlines():
+        place, _, body = probe.partition("{")
+        if any(place.strip().endswith(f":{item.name}") for item in hot):
+            assert "delete" not in body.replace("delete(@ret[tid])", ""), probe
+    assert "kprobe:rxe_reg_user_mr" not in text.replace("kretprobe", "")
+    assert (
+        "kprobe:rxe_reg_user_mr" in make_program(functions).text
+    )  # where nobody else tells what was asked for
+    assert "kprobe:rxe_reg_user_mr" in make_program(functions, request=REQUEST, account=True).text
+
+
+def test_what_was_asked_for_is_read_where_btf_says_it_lies() -> None:
+    assert '"A|' not in make_program(FUNCTIONS).text
+    told = [probe for probe in make_program(FUNCTIONS, request=REQUEST).text.splitlines() if '"A|' in probe]
+    assert len(told) == 2
+    assert "+ 1111)" in told[0] and "uptr($u + 8)" in told[0]
+    assert all(f"+ {3333 + 44 * attribute_index(item)})" in told[1] for item in (2, 3, 4, 6, 5))
+    assert "+ 2222)" in told[1]
+    # A kprobe does not see at the return what it was called with.
+    bare = Functions(entries=[Function("ib_uverbs_reg_mr", "ib_uverbs")])
+    assert '"A|' not in make_program(bare, request=REQUEST).text
+
+
+def test_only_migrations_of_pins_are_told_where_their_reasons_are_known() -> None:
+    for migrate in (
+        FUNCTIONS.migrate,
+        Function("migrate_pages", "", ("from", "a", "b", "c", "mode", "reason")),
+    ):
+        assert migrate is not None
+        known, unknown = (
+            make_program(replace(FUNCTIONS, migrate=migrate, reasons=reasons), offsets=OFFSETS).text
+            for reasons in ({9: "longterm_pin"}, {})
+        )
+        assert "== 9" in known and "== 9" not in unknown
 
 
 def test_a_library_whose_reg_mr_jumps_into_iova2_is_followed_there() -> None:
@@ -256,11 +320,168 @@ def test_inner_failures_of_a_request_that_went_on_well_belong_to_no_later_one() 
     assert seen.complete[0].inner == []
 
 
-def test_a_refusal_that_no_handler_saw_has_the_carriers_errno() -> None:
+def test_a_failure_of_a_device_that_is_gone_has_the_errno_of_that() -> None:
+    for gone in (True, False):
+        seen = Seen()
+        seen.correlator.device_is_gone = lambda pid, gone=gone: gone and pid == 6  # type: ignore[misc]
+        seen.lines(LIBRARY)
+        (failure,) = seen.complete
+        assert failure.function == "" and failure.errno == ("EIO" if gone else None)
+        assert failure.errno_how == ("inferred" if gone else "missing")
+        # The kernel's own word is better.
+        seen.lines(*held_pin(tid=8), LIBRARY.replace("U|7|", "U|8|"))
+        assert seen.complete[1].errno == "ENOMEM" and seen.complete[1].errno_how == "observed"
+
+
+def test_a_device_is_gone_when_its_file_or_the_kernels_own_account_is(tmp_path: Path) -> None:
+    descriptors, sysfs = tmp_path / "6" / "fd", tmp_path / "sys"
+    descriptors.mkdir(parents=True)
+    (sysfs / "uverbs0").mkdir(parents=True)
+    assert not copies.devices_are_gone(6, tmp_path, sysfs) and not copies.devices_are_gone(7, tmp_path, sysfs)
+    (descriptors / "1").symlink_to("/dev/null")
+    (descriptors / "3").symlink_to("/dev/infiniband/uverbs0 (deleted)")
+    assert copies.devices_are_gone(6, tmp_path, sysfs)
+    (descriptors / "4").symlink_to("/dev/infiniband/uverbs1")
+    assert copies.devices_are_gone(6, tmp_path, sysfs)
+    (descriptors / "5").symlink_to("/dev/infiniband/uverbs0")
+    assert not copies.devices_are_gone(6, tmp_path, sysfs)
+
+
+def test_what_a_failed_request_had_asked_for_is_known_without_its_driver() -> None:
     seen = Seen()
-    seen.lines(f"C|7|140|{number('ib_uverbs_ioctl')}|-5", LIBRARY)
+    seen.lines(
+        f"I|7|130|{number('rxe_reg_user_mr')}|-12",
+        "A|7|139|7f0000000000|32768|7f0000001000|7|-1|-",
+        f"K|7|6|140|90|{number('ib_uverbs_reg_mr')}|-12|0|0|0|-|-|-|x",
+        # One of which the K was lost: nothing of it is of a later request.
+        "A|7|200|1000|1|1000|1|-1|-",
+        f"K|7|6|340|290|{number('ib_uverbs_reg_mr')}|-22|0|0|0|-|-|-|x",
+    )
+    first, second = seen.complete
+    assert (first.address, first.length, first.iova, first.access, first.fd) == (
+        0x7F0000000000,
+        32768,
+        0x7F0000001000,
+        7,
+        None,
+    )
+    assert [item.function for item in first.inner] == ["rxe_reg_user_mr"] and not first.dmabuf
+    assert (second.address, second.length, second.access) == (None, None, None)
+
+
+def test_of_a_request_by_attributes_only_those_that_it_had_are_known() -> None:
+    handler = "ib_uverbs_handler_UVERBS_METHOD_REG_DMABUF_MR"
+    start, length, iova, access, fd = (1 << attribute_index(item) for item in REQUESTS[handler])
+    seen = Seen()
+    for present in (start | length | iova | access | fd, length | fd):
+        seen.lines(
+            f"A|7|139|0|4096|1000|7|9|{present:x}",
+            f"K|7|6|140|90|{number(handler)}|-9|0|0|0|-|-|-|x",
+        )
+    whole, part = seen.complete
+    assert (whole.address, whole.length, whole.iova, whole.access, whole.fd) == (0, 4096, 0x1000, 7, 9)
+    assert (part.address, part.length, part.iova, part.access, part.fd) == (None, 4096, None, None, 9)
+
+
+def test_a_request_that_nobody_saw_begin_claims_nothing_that_came_before() -> None:
+    seen = Seen()
+    seen.lines(
+        f"I|7|110|{number('__gup_longterm_locked')}|-12",
+        f"K|7|6|140|0|{number('ib_uverbs_reg_mr')}|-22|0|0|0|-|-|-|x",
+    )
     (failure,) = seen.complete
-    assert failure.errno == "EIO" and failure.errno_how == "observed" and failure.function == ""
+    assert failure.inner == [] and failure.doubt
+    trace = observer().trace(failure, 0)
+    assert trace["status"] == "spoiled" and "begin" in trace["why"]
+
+
+WORD = {"address": 0x7F0000000000, "length": 32768, "iova": 0x7F0000000000}
+
+
+def test_the_librarys_word_by_its_own_way_may_come_before_or_after_the_kernels() -> None:
+    for kernel_first in (True, False):
+        seen = Seen()
+        seen.correlator.library_speaks = True
+        word = LibraryWord(7, 6, 150, 2, WORD, "python3")
+        if kernel_first:
+            seen.lines(*held_pin(user=0))
+            assert not seen.complete
+            seen.correlator.library_failed(word)
+        else:
+            seen.correlator.library_failed(word)
+            assert seen.correlator.alone and not seen.at_once
+            seen.lines(*held_pin(user=0))
+        (failure,) = seen.complete
+        assert failure.verb == "ibv_reg_mr_iova2" and failure.errno == "ENOMEM" and len(failure.inner) == 4
+        assert failure.access == 7  # which the library no longer knew, and the kernel did
+        seen.correlator.settle(10_000)
+        seen.correlator.overdue(100.0)
+        assert len(seen.complete) == len(seen.at_once) == 1
+
+
+def test_a_word_that_the_kernel_has_nothing_to_add_to_is_told_when_that_is_sure() -> None:
+    seen = Seen()
+    seen.correlator.library_failed(LibraryWord(7, 6, 150, 2, WORD, "python3"))
+    seen.correlator.settle(150)
+    assert not seen.complete
+    seen.correlator.settle(151)
+    (failure,) = seen.complete
+    assert failure.verb == "ibv_reg_mr_iova2" and failure.function == "" and failure.errno is None
+    assert (failure.address, failure.length, failure.access) == (0x7F0000000000, 32768, None)
+
+
+def test_a_word_that_comes_after_all_is_not_told_a_second_time() -> None:
+    seen = Seen()
+    seen.correlator.library_speaks = True
+    seen.lines(*held_pin(user=0))
+    seen.correlator.overdue(1.5)
+    assert len(seen.complete) == 1 and not seen.complete[0].user_missing
+    seen.correlator.library_failed(LibraryWord(7, 6, 150, 2, WORD, "python3"))
+    seen.correlator.settle(10_000)
+    assert len(seen.complete) == 1
+
+
+def test_of_many_failures_that_are_read_at_once_each_has_its_own_word() -> None:
+    """A thread that fails as fast as it can: some of both sides are read late, and one word is lost."""
+    for kernel_first in (True, False):
+        seen = Seen()
+        seen.correlator.library_speaks = True
+
+        def fails(at: int, seen: Seen = seen) -> None:
+            ret = f"{number('ib_uverbs_reg_mr')}|-14|0|0|0|-|-|-|x"
+            seen.lines(f"A|7|{at + 1}|1000|4096|1000|7|-1|-", f"K|7|6|{at + 1}|{at}|{ret}")
+
+        times = range(1000, 11000, 1000)
+        words = [LibraryWord(7, 6, at + 2, 2, {"address": 0x1000, "length": 4096}, "x") for at in times]
+        del words[4]
+        for turn in (True, False):
+            for at in times if turn is kernel_first else ():
+                fails(at)
+            for word in words if turn is not kernel_first else ():
+                seen.correlator.library_failed(word)
+        seen.correlator.settle(1 << 60)
+        seen.correlator.overdue(100.0)
+        assert len(seen.complete) == len(seen.at_once) == 10, kernel_first
+
+
+def test_a_word_of_another_call_of_the_thread_is_a_failure_of_its_own() -> None:
+    seen = Seen()
+    seen.correlator.library_speaks = True
+    seen.lines(*held_pin(user=0))
+    later = LibraryWord(7, 6, 200_000_150, 2, {"address": 0x1000, "length": 4096}, "python3")
+    seen.correlator.library_failed(later)
+    seen.correlator.settle(300_000_000)
+    seen.correlator.overdue(100.0)
+    assert sorted(failure.address or 0 for failure in seen.complete) == [0x1000, 0x7F0000000000]
+
+
+def test_what_a_thread_told_of_itself_is_a_marker_and_no_new_process() -> None:
+    seen = Seen()
+    told: list[tuple[str, int]] = []
+    seen.correlator.on_open = lambda pid: told.append(("open", pid))
+    seen.correlator.on_marker = lambda ns, cpu: told.append((f"on {cpu}", ns))
+    seen.lines("O|6|100|0", f"O|{os.getpid()}|200|3")
+    assert told == [("open", 6), ("on 3", 200)]
 
 
 def test_an_errno_that_nobody_said_is_not_made_up() -> None:
@@ -917,7 +1138,7 @@ def watched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         monkeypatch.setattr(watch.leftovers, "Journal", lambda: Journal(tmp_path))
 
         def read_kernel(self: Watch) -> None:
-            self._functions, self._offsets, self._task = FUNCTIONS, None, None
+            self._functions, self._offsets, self._task, self._request = FUNCTIONS, None, None, None
 
         monkeypatch.setattr(Watch, "_read_kernel", read_kernel)
         said: list[str] = []

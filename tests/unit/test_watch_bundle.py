@@ -118,6 +118,13 @@ def watch_run(directory: Path) -> Path:
                 "/usr/lib/x86_64-linux-gnu/libibverbs.so.1",
                 f"{SECRETS['library']}/libibverbs.so.1 of 4711",
             ],
+            followed=[
+                {
+                    "copy": f"{SECRETS['library']}/libibverbs.so.1 of 4711",
+                    "verb": "ibv_reg_mr",
+                    "at": "failure",
+                }
+            ],
             not_followed={f"{SECRETS['library']}/lib/libibverbs.so.1": "Permission denied"},
         )
         for kind, keys in record_events(evidence, trace, "failure-1"):
@@ -174,6 +181,8 @@ def test_what_the_failure_needs_is_kept(tmp_path: Path) -> None:
     started, suppressed, registrations = [line for line in lines if line.get("event") == "watch"]
     assert started["copies"][0] == "/usr/lib/x86_64-linux-gnu/libibverbs.so.1"
     assert started["copies"][1].endswith("/libibverbs.so.1 of 4711")
+    [followed] = started["followed"]
+    assert followed["copy"] == started["copies"][1] and followed["at"] == "failure"
     [(path, why)] = started["not_followed"].items()
     assert path.startswith("/path-") and why == "Permission denied"
     # One program has one placeholder wherever it stands.

@@ -182,7 +182,9 @@ PROTECTED = frozenset(
 _HOST_KEYS = frozenset({"hostname", "nodename", "node_desc"})
 _COMMAND_KEYS = frozenset({"cmdline", "command_line", "argv", "boot-arguments"})
 _PATH_KEYS = frozenset({"file", "kernel_image", "out"})
-_MAPPING_KEYS = frozenset({"vma", "mappings", "copies"})  # lines of /proc/PID/maps; files that are mapped
+_MAPPING_KEYS = frozenset(
+    {"vma", "mappings", "copies", "copy"}
+)  # lines of /proc/PID/maps; files that are mapped
 
 # Of a process that `watch` followed (docs/record.md). Names of programs that many have are not private.
 _PROGRAM = re.compile(

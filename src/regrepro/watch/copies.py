@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import os
 import re
-import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from regrepro.watch.program import VERBS, Library
+from regrepro.watch.elf import NotElf, dynamic_functions
+from regrepro.watch.program import VERBS, Library, is_jump
 
 PROC = Path("/proc")
 _MAPPING = re.compile(
@@ -24,12 +24,6 @@ _MAPPING = re.compile(
     r"(?P<path>/\S*libibverbs[^/\s]*\.so[^/]*?)(?P<gone> \(deleted\))?$",
     re.MULTILINE,
 )
-_SHT_DYNSYM, _SHT_VERSYM = 11, 0x6FFFFFFF
-_HIDDEN = 0x8000  # a versioned symbol that is not the default one
-
-
-class NotElf(Exception):
-    """The file is no ELF file of this machine's word size and byte order, or is damaged."""
 
 
 @dataclass
@@ -39,13 +33,20 @@ class Copy:
     key: tuple[int, int]  # device, inode
     shown: str
     fd: int
-    functions: dict[str, int] = field(default_factory=dict)
+    functions: dict[str, int] = field(default_factory=dict)  # as `verbs_in` has them
+    at_failure: set[str] = field(default_factory=set)  # verbs that are followed where they fail
     users: set[int] = field(default_factory=set)  # processes that had it mapped; of the system's own: none
 
     @property
     def library(self) -> Library:
         """For the program; the path stays right while this process lives."""
-        return Library(f"/proc/{os.getpid()}/fd/{self.fd}", self.functions)
+        rest = {name: value for name, value in self.functions.items() if name not in self.at_failure}
+        return Library(f"/proc/{os.getpid()}/fd/{self.fd}", rest)
+
+    def verbs(self) -> list[str]:
+        """Return the verbs of it that are to be followed: not those that only jump into another one."""
+        functions = self.functions
+        return [verb for verb in VERBS.values() if verb in functions and not is_jump(verb, functions)]
 
     def close(self) -> None:
         """Let the file go."""
@@ -54,48 +55,11 @@ class Copy:
             self.fd = -1
 
 
-def dynamic_functions(blob: bytes) -> dict[str, tuple[int, int]]:
-    """Return the functions that a 64-bit ELF library offers in their default version: name → address, size.
-
-    Raises NotElf.
-    """
-    try:
-        if blob[:6] != b"\x7fELF\x02" + (b"\x01" if struct.pack("=H", 1) == b"\x01\x00" else b"\x02"):
-            raise NotElf("no 64-bit ELF file of this byte order")
-        (table,) = struct.unpack_from("=Q", blob, 0x28)
-        size, count, _ = struct.unpack_from("=HHH", blob, 0x3A)
-        sections = [struct.unpack_from("=IIQQQQIIQQ", blob, table + size * i) for i in range(count)]
-        symbols = next((item for item in sections if item[1] == _SHT_DYNSYM), None)
-        if symbols is None:
-            raise NotElf("no dynamic symbols")
-        versions = next((item for item in sections if item[1] == _SHT_VERSYM), None)
-        strings = sections[symbols[6]][4]
-        found = {}
-        for index in range(symbols[5] // 24):
-            name, info, _, section, value, length = struct.unpack_from(
-                "=IBBHQQ", blob, symbols[4] + 24 * index
-            )
-            if info & 0xF not in (2, 10) or not section:  # STT_FUNC, STT_GNU_IFUNC; undefined
-                continue
-            if versions is not None:
-                (version,) = struct.unpack_from("=H", blob, versions[4] + 2 * index)
-                if version & _HIDDEN:
-                    continue
-            start = strings + name
-            shown = blob[start : blob.index(b"\0", start)].decode(errors="replace")
-            found[shown] = (value, length)
-    except (struct.error, IndexError, ValueError) as error:
-        raise NotElf(str(error)) from None
-    return found
-
-
 def verbs_in(blob: bytes) -> dict[str, int]:
-    """Return where a libibverbs' verbs that are followed begin, and ibv_reg_mr's size. Raises NotElf."""
+    """Return where a libibverbs' verbs begin, and as `NAME:size` their sizes. Raises NotElf."""
     known = dynamic_functions(blob)
     found = {name: known[name][0] for name in VERBS.values() if name in known}
-    if "ibv_reg_mr" in known:
-        found["ibv_reg_mr:size"] = known["ibv_reg_mr"][1]
-    return found
+    return found | {f"{name}:size": known[name][1] for name in found}
 
 
 @dataclass(frozen=True)
@@ -131,6 +95,7 @@ class Copies:
         self._proc = proc
         self.known: dict[tuple[int, int], Copy] = {}
         self.problems: dict[str, str] = {}
+        self.on_new: Callable[[Copy, bytes], None] = lambda _copy, _blob: None
 
     def add_file(self, path: Path, shown: str, pid: int | None = None) -> bool:
         """Add a copy by its path, which process `pid` has mapped; return whether it is a new one."""
@@ -148,7 +113,8 @@ class Copies:
                 known.users.add(pid)
             return False
         try:
-            functions = verbs_in(Path(f"/proc/self/fd/{fd}").read_bytes())
+            blob = Path(f"/proc/self/fd/{fd}").read_bytes()
+            functions = verbs_in(blob)
         except (NotElf, OSError) as error:
             self.problems[shown] = str(error)
             os.close(fd)
@@ -157,7 +123,9 @@ class Copies:
             self.problems[shown] = "it has none of the functions that register memory"
             os.close(fd)
             return False
-        self.known[key] = Copy(key, shown, fd, functions, {pid} if pid is not None else set())
+        users = {pid} if pid is not None else set()
+        copy = self.known[key] = Copy(key, shown, fd, functions, users=users)
+        self.on_new(copy, blob)
         return True
 
     def look_at(self, pid: int) -> bool:
@@ -191,12 +159,17 @@ class Copies:
             new = self.look_at(pid) or new
         return new
 
-    def forget_unused(self) -> None:
-        """Let go of copies that were found with processes which are all gone: containers come and go."""
+    def forget_unused(self) -> list[tuple[int, int]]:
+        """Let go of copies that were found with processes which are all gone: containers come and go. Return
+        their keys.
+        """
+        gone = []
         for key, copy in list(self.known.items()):
             if copy.users and not any((self._proc / str(pid)).exists() for pid in copy.users):
                 copy.close()
                 del self.known[key]
+                gone.append(key)
+        return gone
 
     def libraries(self) -> list[Library]:
         """All copies, for the program."""
@@ -226,6 +199,18 @@ def devices_of(pid: int, proc: Path = PROC) -> list[str]:
                 if name:
                     found.add(name[1])
     return sorted(found)
+
+
+def devices_are_gone(pid: int, proc: Path = PROC, sysfs: Path = Path("/sys/class/infiniband_verbs")) -> bool:
+    """Return whether a process has RDMA devices open, and all of them are gone from this node."""
+    gone = []
+    with suppress(OSError):
+        for link in (proc / str(pid) / "fd").iterdir():
+            with suppress(OSError):
+                found = re.search(r"/infiniband/(uverbs\d+)( \(deleted\))?$", str(link.readlink()))
+                if found:
+                    gone.append(bool(found[2]) or not (sysfs / found[1]).exists())
+    return bool(gone) and all(gone)
 
 
 def device_names(uverbs: Iterable[str]) -> list[str]:

@@ -28,6 +28,7 @@ _PR_SET_PDEATHSIG = 1
 _MAP_KEYS = "16384"
 _STOP_SECONDS = 10.0
 _LINE_LIMIT = 1 << 20
+_AT_ONCE = 1 << 14  # bytes, of some twenty failures
 _STDERR_KEPT = 50
 _BUFFERS_PAGES = 16384
 _PROBE = re.compile(rb"^prog_type:\s+(2|26)$", re.MULTILINE)  # BPF_PROG_TYPE_KPROBE, BPF_PROG_TYPE_TRACING
@@ -216,26 +217,22 @@ class Engine:
         return missed_hits(self._programs or ())
 
     def take(self) -> bool:
-        """Read what there is; return False at the end of its output."""
-        open_still = self._read(self.output, 1, self.correlator.line)
-        self._read(self.error_output, 2, self._keep)
-        return open_still
+        """Read what there is, but not for ever where more keeps coming; return whether there was anything."""
+        some = self._read(self.output, 1, self.correlator.line)
+        return self._read(self.error_output, 2, self._keep) or some
 
     def _read(self, fd: int, which: int, use: object) -> bool:
         try:
-            while part := os.read(fd, 1 << 16):
-                self.last_line = time.monotonic()
-                *lines, rest = (self._partial[which] + part).split(b"\n")
-                self._partial[which] = rest[-_LINE_LIMIT:]
-                for line in lines:
-                    use(line.decode("utf-8", "replace"))  # type: ignore[operator]
-                if len(part) < 1 << 12:
-                    return True
-        except BlockingIOError:
-            return True
-        except OSError:
+            part = os.read(fd, _AT_ONCE)
+        except OSError:  # nothing now, or never again
             return False
-        return False
+        if part:
+            self.last_line = time.monotonic()
+            *lines, rest = (self._partial[which] + part).split(b"\n")
+            self._partial[which] = rest[-_LINE_LIMIT:]
+            for line in lines:
+                use(line.decode("utf-8", "replace"))  # type: ignore[operator]
+        return bool(part)
 
     def _keep(self, text: str) -> None:
         text = text.strip()
@@ -261,7 +258,8 @@ class Engine:
                 if time.monotonic() > deadline:
                     self._child.kill()
                 time.sleep(0.02)
-        self.take()
+        while self.take():
+            pass
         self._child.wait()
         for stream in (self._child.stdout, self._child.stderr):
             if stream is not None:

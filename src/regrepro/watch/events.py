@@ -3,6 +3,9 @@
 The kernel's account of a failing request comes before the word of libibverbs about it. A failure is handed
 out with the kernel's word, so that the process can be looked at while it still has the mapping, and is
 complete with the library's, or when that does not come in time.
+
+The library's word can come by a way of its own (`library_failed`), and overtake the kernel's. Such a word
+waits until it is sure that the kernel has none to add: `settle`.
 """
 
 from __future__ import annotations
@@ -10,17 +13,23 @@ from __future__ import annotations
 import errno as errnos
 import json
 import os
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from regrepro.errors import errno_name
-from regrepro.watch.program import VERBS
+from regrepro.watch.process import comm_of
+from regrepro.watch.program import REQUESTS, VERBS, attribute_index
 
 USER_WAIT = 1.0  # seconds that the library's word may take after the kernel's
 _STALE_NS = 5_000_000_000  # inner failures of a thread that are older belong to a request that went on well
 _PINS_BITS = 40
 _INNER_LIMIT = 256  # lines kept for one thread
+_SILENT_LIMIT = 1024  # failures of one thread that wait for a late word
+_NO_BEGIN = "nobody saw this request begin: what failed in it is not told from what came before"
+# So long after the kernel's word the library's of the same thread is of the same call, whatever it names.
+_SAME_CALL_NS = 100_000_000
 
 
 @dataclass
@@ -75,13 +84,14 @@ class Failure:
     awaits_user: bool = False
     user_missing: bool = False  # the library's word was due and did not come
     errno_inferred: bool = False
+    doubt: str = ""  # why the kernel's part may not be whole
     since: float = 0.0  # time.monotonic() of its arrival
     wait_until: float = 0.0  # for the library's word
 
     @property
     def dmabuf(self) -> bool:
         """Whether a dma-buf was to be registered."""
-        return "DMABUF" in self.function or "dmabuf" in self.verb
+        return "DMABUF" in self.function or "dmabuf" in self.verb or self.fd is not None
 
     @property
     def errno(self) -> str | None:
@@ -106,6 +116,54 @@ class Failure:
         """What is the same of failures that say the same again."""
         last = self.inner[-1] if self.inner else None
         return self.pid, self.ret, self.function, last.function if last else ""
+
+
+@dataclass
+class Asked:
+    """What a failed request had asked for, as the kernel was told. None where it was not."""
+
+    ns: int
+    start: int | None
+    length: int | None
+    iova: int | None
+    access: int | None
+    fd: int | None
+    present: int | None  # bits of attributes; None: those of struct ib_uverbs_reg_mr, which has them all
+
+    def of(self, handler: str) -> Asked:
+        """Return it without what the request of this handler did not have."""
+        if self.present is None or handler not in REQUESTS:
+            return self
+        given = (self.start, self.length, self.iova, self.access, self.fd)
+        start, length, iova, access, fd = (
+            value if self.present >> attribute_index(identifier) & 1 else None
+            for value, identifier in zip(given, REQUESTS[handler], strict=True)
+        )
+        return Asked(self.ns, start, length, iova, access, fd, self.present)
+
+
+@dataclass
+class LibraryWord:
+    """libibverbs gave NULL. `verb`: its number in VERBS; `given`: those of its parameters that are known, by
+    the names of `Failure`.
+    """
+
+    tid: int
+    pid: int
+    ns: int
+    verb: int
+    given: dict[str, int]
+    comm: str | None = None  # to be looked up where the kernel has not said it
+    arrived: float = 0.0  # time.monotonic()
+
+    def is_of(self, failure: Failure) -> bool:
+        """Whether the kernel's failure is of the call that this is the end of."""
+        if failure.tid != self.tid or failure.ns > self.ns:
+            return False
+        pairs = ((failure.address, self.given.get("address")), (failure.length, self.given.get("length")))
+        if all(one == other for one, other in pairs if one is not None and other is not None):
+            return True
+        return self.ns - failure.ns < _SAME_CALL_NS
 
 
 @dataclass
@@ -154,10 +212,15 @@ class Correlator:
         self._now = now
         self._inner: dict[int, list[Inner]] = {}
         self._stuck: dict[int, list[StuckPage]] = {}
-        self._carrier: dict[int, tuple[int, int]] = {}
+        self._asked: dict[int, Asked] = {}
         self._waiting: dict[int, Failure] = {}
+        self._silent: dict[int, deque[Failure]] = {}  # that were complete without the library's word
+        self._alone: list[LibraryWord] = []  # of which the kernel has not said anything yet
+        self.library_speaks = False  # some copies say by their own way when they give NULL
         self.accepts: Callable[[int], bool] = lambda _ns: True
         self.on_open: Callable[[int], None] = lambda _pid: None
+        self.on_marker: Callable[[int, int], None] = lambda _ns, _cpu: None
+        self.device_is_gone: Callable[[int], bool] = lambda _pid: False
         self.on_pin: Callable[[PlainPin], None] = lambda _pin: None
         self.on_account: Callable[[dict[str, Any]], None] = lambda _maps: None
         self.on_error: Callable[[str], None] = lambda _text: None
@@ -211,11 +274,15 @@ class Correlator:
         for tid in [tid for tid, kept in self._inner.items() if kept[-1].ns < ns - _STALE_NS]:
             del self._inner[tid]
             self._stuck.pop(tid, None)
-        for tid in [tid for tid, (at, _) in self._carrier.items() if at < ns - _STALE_NS]:
-            del self._carrier[tid]
+        for tid in [tid for tid, told in self._silent.items() if told[-1].ns < ns - _STALE_NS]:
+            del self._silent[tid]
 
     def _opened(self, rest: str) -> None:
-        self.on_open(int(rest.partition("|")[0]))
+        pid, ns, cpu = rest.split("|")
+        if int(pid) == os.getpid():
+            self.on_marker(int(ns), int(cpu))  # see marker.py
+        else:
+            self.on_open(int(pid))
 
     def _driver(self, rest: str) -> None:
         tid, ns, number, ret, start, length, iova, access = rest.split("|")
@@ -248,6 +315,18 @@ class Correlator:
             StuckPage(int(page, 16), int(refcount), int(mapcount), int(pincount), int(flags, 16))
         )
 
+    def _told_asked(self, rest: str) -> None:
+        tid, ns, start, length, iova, access, fd, present = rest.split("|")
+        self._asked[int(tid)] = Asked(
+            int(ns),
+            int(start, 16),
+            int(length),
+            int(iova, 16),
+            int(access) & 0xFFFFFFFF,
+            int(fd) & 0xFFFFFFFF if present != "-" else None,
+            int(present, 16) if present != "-" else None,
+        )
+
     def _request_failed(self, rest: str) -> None:
         tid_, pid, ns_, since, number, ret, pins, user, uid, start, memlock, pinned, comm = rest.split(
             "|", 12
@@ -255,8 +334,11 @@ class Correlator:
         tid, ns = int(tid_), int(ns_)
         inner = sorted(self._inner.pop(tid, []), key=lambda item: item.ns)
         # What came before belongs to a request that went on well.
-        inner = [item for item in inner if int(since) <= item.ns <= ns]
+        inner = [item for item in inner if 0 < int(since) <= item.ns <= ns]
         stuck = self._stuck.pop(tid, [])
+        if not any(item.function == "migrate_pages" for item in inner):
+            stuck = []
+        asked = self._asked.pop(tid, None)
         if not self.accepts(ns):
             return
         calls = int(pins) >> _PINS_BITS
@@ -275,14 +357,23 @@ class Correlator:
             inner=inner,
             stuck=stuck,
             awaits_user=int(user) != 0,
+            doubt=_NO_BEGIN if int(since) == 0 else "",
             since=self._now(),
         )
+        if asked is not None and int(since) <= asked.ns <= ns:
+            asked = asked.of(failure.function)
+            failure.address, failure.length = asked.start, asked.length
+            failure.iova, failure.access, failure.fd = asked.iova, asked.access, asked.fd
         driver = next((item for item in reversed(inner) if "access" in item.args), None)
         if driver is not None:
             failure.address, failure.length = driver.args["start"], driver.args["length"]
             failure.iova, failure.access = driver.args["iova"], driver.args["access"]
         self._on_failure(failure)
-        if failure.awaits_user:
+        word = next((word for word in self._alone if word.is_of(failure)), None)
+        if word is not None:
+            self._alone.remove(word)
+            self._conclude(failure, word)
+        elif failure.awaits_user or self.library_speaks:
             before = self._waiting.pop(tid, None)
             if before is not None:  # its word never came, and the thread went on
                 self._give_up(before)
@@ -291,35 +382,76 @@ class Correlator:
         else:
             self._on_complete(failure)
 
-    def _carrier_failed(self, rest: str) -> None:
-        tid, ns, _, ret = rest.split("|")
-        self._carrier[int(tid)] = int(ns), int(ret)
-
     def _library(self, rest: str) -> None:
-        tid_, pid, ns_, verb, address, length, iova, access, fd, comm = rest.split("|", 9)
-        tid, ns = int(tid_), int(ns_)
-        carrier = self._carrier.pop(tid, None)
-        failure = self._waiting.pop(tid, None)
-        new = failure is None
-        if failure is None:
-            if not self.accepts(ns):
-                return
-            failure = Failure(tid, int(pid), comm, ns, since=self._now())
-            # A request that no handler saw: the core refused it, or the library never made it.
-            if carrier is not None and ns - carrier[0] < _STALE_NS:
-                failure.ret = carrier[1]
-            failure.inner = []
-        failure.verb = VERBS.get(int(verb), "")
-        failure.address, failure.length = int(address, 16), int(length)
-        failure.iova, failure.access = int(iova, 16), int(access)
-        failure.fd = int(fd) if failure.dmabuf else None
+        tid, pid, ns, verb, address, length, iova, access, fd, comm = rest.split("|", 9)
+        given = {
+            "address": int(address, 16),
+            "length": int(length),
+            "iova": int(iova, 16),
+            "access": int(access),
+            "fd": int(fd),
+        }
+        word = LibraryWord(int(tid), int(pid), int(ns), int(verb), given, comm)
+        failure = self._waiting.pop(word.tid, None)
+        if failure is not None:
+            self._conclude(failure, word)
+        elif self.accepts(word.ns):
+            self._report(word)
+
+    def library_failed(self, word: LibraryWord) -> None:
+        """Take the word of a copy of libibverbs that came by its own way."""
+        failure = self._waiting.get(word.tid)
+        if failure is not None and word.is_of(failure):
+            self._conclude(self._waiting.pop(word.tid), word)
+            return
+        told, mine = self._silent.get(word.tid), None
+        while told and told[0].ns <= word.ns:  # a thread's are in time order: the last before the word
+            mine = told.popleft()
+        if mine is not None and word.is_of(mine):
+            return  # it has been told, and waited for this in vain
+        word.arrived = self._now()
+        self._alone.append(word)
+
+    @property
+    def alone(self) -> list[LibraryWord]:
+        """Words of the library that the kernel may still have something to add to."""
+        return self._alone
+
+    def settle(self, ns: int, doubt: str = "") -> None:
+        """All that the kernel said before `ns` has been taken, or will not come: the library's words from
+        then stand alone. `doubt`: why that is not sure.
+        """
+        due = [word for word in self._alone if word.ns < ns]
+        self._alone = [word for word in self._alone if word.ns >= ns]
+        for word in due:
+            self._report(word, doubt)
+
+    def _conclude(self, failure: Failure, word: LibraryWord) -> None:
+        """Fill in what the library knows of a failure that the kernel has told."""
+        failure.verb = VERBS.get(word.verb, "")
+        for name, value in word.given.items():
+            if name != "fd" or failure.dmabuf:
+                setattr(failure, name, value)
         failure.awaits_user = False
-        if new:
-            if failure.ret == 0 and failure.dmabuf:
-                # What rdma-core's table of operations holds where the provider's library has no dma-buf.
-                failure.ret = -errnos.EOPNOTSUPP
-                failure.errno_inferred = True
-            self._on_failure(failure)
+        self._on_complete(failure)
+
+    def _report(self, word: LibraryWord, doubt: str = "") -> None:
+        """Hand out a failure of which the kernel's handlers said nothing."""
+        comm = word.comm if word.comm is not None else comm_of(word.pid, word.tid)
+        failure = Failure(word.tid, word.pid, comm, word.ns, doubt=doubt, since=self._now())
+        if self.device_is_gone(word.pid):
+            # What every command is then answered with before any handler runs (ib_uverbs_write(),
+            # ib_uverbs_ioctl()).
+            failure.ret, failure.errno_inferred = -errnos.EIO, True
+        failure.verb = VERBS.get(word.verb, "")
+        for name, value in word.given.items():
+            if name != "fd" or failure.dmabuf:
+                setattr(failure, name, value)
+        if failure.ret == 0 and failure.dmabuf:
+            # What rdma-core's table of operations holds where the provider's library has no dma-buf.
+            failure.ret = -errnos.EOPNOTSUPP
+            failure.errno_inferred = True
+        self._on_failure(failure)
         self._on_complete(failure)
 
     def _plain_pin(self, rest: str) -> None:
@@ -344,13 +476,16 @@ class Correlator:
             self._give_up(self._waiting.pop(tid))
 
     def _give_up(self, failure: Failure) -> None:
+        # Of a copy that speaks its own way nobody knows whether it was the one that was called.
+        failure.user_missing = failure.awaits_user
         failure.awaits_user = False
-        failure.user_missing = True
+        self._silent.setdefault(failure.tid, deque(maxlen=_SILENT_LIMIT)).append(failure)
         self._on_complete(failure)
 
     def flush(self) -> None:
         """Complete all: the engine has ended."""
         self.overdue(float("inf"))
+        self.settle(1 << 63, "bpftrace ended before it was sure that it had told all")
 
 
 def _limits(memlock: str, pinned: str) -> dict[str, int | None]:
@@ -369,8 +504,8 @@ _HANDLERS: dict[str, Callable[[Correlator, str], None]] = {
     "I": Correlator._inner_failed,
     "M": Correlator._migration,
     "S": Correlator._stuck_page,
+    "A": Correlator._told_asked,
     "K": Correlator._request_failed,
-    "C": Correlator._carrier_failed,
     "U": Correlator._library,
     "P": Correlator._plain_pin,
 }

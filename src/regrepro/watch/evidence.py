@@ -294,6 +294,8 @@ class Observer:
         why_spoiled = []
         if lost:
             why_spoiled.append(f"{lost} events were lost near this failure: what is absent may have happened")
+        if failure.doubt:
+            why_spoiled.append(failure.doubt)
         if missed:
             why_spoiled.append(f"{missed} hits of probes were missed near this failure")
         if not failure.function and not failure.inner:

@@ -40,8 +40,6 @@ ENTRIES = (
     ("ib_uverbs_handler_UVERBS_METHOD_REG_MR", "ib_uverbs"),
     ("ib_uverbs_handler_UVERBS_METHOD_REG_DMABUF_MR", "ib_uverbs"),
 )
-# What carries every request: their errno where no handler ran (a device that is gone).
-CARRIERS = (("ib_uverbs_ioctl", "ib_uverbs"), ("ib_uverbs_write", "ib_uverbs"))
 OPEN = ("ib_uverbs_open", "ib_uverbs")
 MIGRATE = "migrate_pages"
 # All int or long returns: negative is a failure.
@@ -97,7 +95,6 @@ class Functions:
 
     entries: list[Function] = field(default_factory=list)
     drivers: list[Function] = field(default_factory=list)
-    carriers: list[Function] = field(default_factory=list)
     pins: list[Function] = field(default_factory=list)
     inner: list[Function] = field(default_factory=list)
     open: Function | None = None
@@ -109,14 +106,14 @@ class Functions:
     def all(self) -> list[Function]:
         """Every function that is followed."""
         rest = [item for item in (self.open, self.migrate) if item is not None]
-        return [*self.entries, *self.drivers, *self.carriers, *self.pins, *self.inner, *rest]
+        return [*self.entries, *self.drivers, *self.pins, *self.inner, *rest]
 
     def do_without(self, why: str) -> bool:
         """Follow the function that bpftrace's complaint names by a kprobe, or, if it was, not at all.
 
         Return False where the complaint names none that can be done without.
         """
-        for group in (self.plain_pins, self.inner, self.carriers, self.drivers, self.pins, self.entries):
+        for group in (self.plain_pins, self.inner, self.drivers, self.pins, self.entries):
             for index, item in enumerate(group):
                 if not _names(why, item):
                     continue
@@ -181,6 +178,20 @@ class BtfFunctions:
     def available(self) -> bool:
         """Whether the kernel has BTF at all."""
         return self._kernel is not None
+
+    @property
+    def kernel(self) -> Btf | None:
+        """The kernel's own types; None where it has none."""
+        return self._kernel
+
+    def of_module(self, module: str) -> Btf | None:
+        """Return a module's types with the kernel's ("": the kernel's alone); None where there are none."""
+        if not module or self._kernel is None:
+            return self._kernel
+        try:
+            return Btf.joined(self._blob, (self._directory / module).read_bytes())
+        except (OSError, BtfError):
+            return None
 
     def parameters(self, name: str, module: str) -> tuple[str, ...] | None:
         """Return the names of a function's parameters, None where BTF does not have the function."""
@@ -283,7 +294,7 @@ def find_functions(
     drivers = [(name, point.module) for point in DRIVERS for name in point.names]
     plain = ("pin_user_pages", "pin_user_pages_remote")
     wanted = {
-        *(name for name, _ in (*ENTRIES, *CARRIERS, OPEN, *drivers)),
+        *(name for name, _ in (*ENTRIES, OPEN, *drivers)),
         *PINS,
         *plain,
         MIGRATE,
@@ -297,10 +308,7 @@ def find_functions(
         given = btf.parameters(name, module) if trampolines else None
         return Function(name, module, given, returns)
 
-    for group, target in ((ENTRIES, found.entries), (CARRIERS, found.carriers)):
-        for name, _ in group:
-            if name in symbols:
-                target.append(make(name))
+    found.entries += [make(name) for name, _ in ENTRIES if name in symbols]
     for name, module in drivers:
         if name in symbols and modules.get(module, True):
             found.drivers.append(make(name, Returns.POINTER))

@@ -107,6 +107,14 @@ def backing_of(vma: str) -> str:
     return "anonymous"
 
 
+def comm_of(pid: int, tid: int, proc: Path = PROC) -> str:
+    """Return the name of a thread, "?" where it is gone."""
+    try:
+        return (proc / str(pid) / "task" / str(tid) / "comm").read_text(errors="replace").strip()
+    except OSError:
+        return "?"
+
+
 def read_process(pid: int, proc: Path = PROC) -> Process:
     """Read what /proc tells of a process but its memory."""
     result = Process(pid)

@@ -6,27 +6,31 @@ and nothing leaves the kernel. One that fails leaves a handful of short lines, a
     B|ns                                            the program runs
     W|symbol                                        nothing: bpftrace has read the kernel's symbols
     H|ns                                            a heartbeat, every ten seconds: all probes are attached
-    O|pid|ns                                        a process opened an RDMA device
+    O|pid|ns|cpu                                    a process opened an RDMA device
     D|tid|ns|function|ret|start|length|iova|access  a driver's registration failed
     G|tid|ns|function|ret|start|pages|flags         a pin failed inside of a registration
     I|tid|ns|function|ret                           another function failed inside of a registration
     M|tid|ns|ret|reason                             migrate_pages left pages behind, or failed
     S|tid|ns|page|refcount|mapcount|pincount|flags  a page that it left behind (struct page)
+    A|tid|ns|start|length|iova|access|fd|present    what it had asked for, right before K. `present`: bits of
+                                                    UVERBS_ATTR_*; "-": all but `fd`
     K|tid|pid|ns|since|function|ret|pins|user|uid|start|memlock|pinned|comm
                                                     the request failed; `pins`: calls << 40, and pages; of its
                                                     process `start` (ns of boottime), `memlock` (bytes, -1:
                                                     unlimited) and `pinned` (pages), "-" where unknown
-    C|tid|ns|function|ret                           a request failed before any handler ran
     U|tid|pid|ns|verb|address|length|iova|access|fd|comm   libibverbs gave NULL
     P|tid|pid|ns|function|start|pages|flags|stack   a pin without FOLL_LONGTERM, where they are asked for
 
 Functions are numbers: their places in `Program.names`.
+
+Maps are written on the hot path only where it must be, and nothing is taken out of them there: to make an
+entry and delete it again costs a multiple of writing one again.
 """
 
 from __future__ import annotations
 
 import errno
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from regrepro.kernel.trace_probes import LAYERS, Layer, Returns
@@ -66,6 +70,34 @@ class TaskOffsets:
     memlock: int
     mm: int
     pinned: int
+
+
+@dataclass(frozen=True)
+class RequestOffsets:
+    """Offsets (bytes) in struct uverbs_attr_bundle (include/rdma/uverbs_ioctl.h), by which what a request
+    asked for is read again when it has failed: `command`: of ucore.inbuf, in user space a struct
+    ib_uverbs_reg_mr; `present`: of attr_present; `attributes`: of attrs, each of `size` bytes.
+    """
+
+    command: int
+    present: int
+    attributes: int
+    size: int
+
+
+# The attributes of requests that are not of struct ib_uverbs_reg_mr: start, length, iova, access, fd; from
+# the enums uverbs_attrs_reg_*_cmd_attr_ids in include/uapi/rdma/ib_user_ioctl_cmds.h.
+REQUESTS = {
+    "ib_uverbs_handler_UVERBS_METHOD_REG_MR": (4, 5, 3, 6, 7),
+    "ib_uverbs_handler_UVERBS_METHOD_REG_DMABUF_MR": (2, 3, 4, 6, 5),
+}
+
+
+def attribute_index(identifier: int) -> int:
+    """Return where an attribute of the core stands in attrs and attr_present: uapi_key_attr() and
+    uapi_bkey_attr(), include/rdma/uverbs_ioctl.h; the odd places are of drivers' attributes.
+    """
+    return identifier << 1
 
 
 @dataclass(frozen=True)
@@ -152,6 +184,7 @@ def make_program(
     dialect: Dialect | None = None,
     offsets: PageOffsets | None = None,
     task: TaskOffsets | None = None,
+    request: RequestOffsets | None = None,
     plain_pins: Sequence[str] = (),
     longterm: int = 0,
     account: bool = False,
@@ -180,24 +213,18 @@ def make_program(
     if functions.open is not None:
         make.add(
             f"{make.place(functions.open, leaving=True)} {{ if ((int32)retval == 0) "
-            '{ printf("O|%d|%lld", pid, nsecs); } }'
+            '{ printf("O|%d|%lld|%d", pid, nsecs, cpu); } }'
         )
     for function in functions.entries:
-        _entry(make, function, task)
-    for function in functions.carriers:
-        number = make.number(function.name)
-        make.add(
-            f"{make.place(function, leaving=True)} {{ if ((int64)retval < 0 && @call[tid].0) "
-            f'{{ printf("C|%d|%lld|{number}|%d", tid, nsecs, (int32)retval); }} }}'
-        )
+        _entry(make, function, task, request)
     for function in functions.drivers:
-        _driver(make, function, account=account)
+        _driver(make, function, account=account, asked=request is not None)
     for function in functions.pins:
         _pin(make, function)
     for function in functions.inner:
         _inner(make, function)
     if functions.migrate is not None:
-        _migrate(make, functions.migrate, offsets)
+        _migrate(make, functions.migrate, offsets, sorted(functions.reasons))
     for function in functions.plain_pins:
         if function.name in plain_pins and longterm:
             _plain_pin(make, function, longterm)
@@ -207,13 +234,13 @@ def make_program(
 
 
 def _library(make: _Maker, library: Library) -> None:
-    """Follow a copy of libibverbs: which verb was called with what, and whether it gave NULL.
+    """Follow a copy of libibverbs at entry and return: which verb was called with what, whether it gave NULL.
 
     In current versions ibv_reg_mr ends by jumping into ibv_reg_mr_iova2, which then stands for both.
     """
     for number, verb in VERBS.items():
         address = library.functions.get(verb)
-        if address is None or (number == 1 and "ibv_reg_mr_iova2" in library.functions and _jumps(library)):
+        if address is None or is_jump(verb, library.functions):
             continue
         place = f"{library.path}:{address:#x}"
         # ibv_reg_mr(pd, addr, length, access); ibv_reg_mr_iova2(pd, addr, length, iova, access);
@@ -226,18 +253,25 @@ def _library(make: _Maker, library: Library) -> None:
         make.add(f"uprobe:{place} {{ @call[tid] = ((uint64){number}, {given}); }}")
         make.add(
             f"uretprobe:{place} {{ if (retval == 0) {{ $c = @call[tid]; if ($c.0) "
-            '{ printf("U|%d|%d|%lld|%d|%llx|%lld|%llx|%lld|%d|%s", tid, pid, nsecs, $c.0, $c.1, $c.2, '
-            "$c.3, $c.4, $c.5, comm); } } delete(@call[tid]); }"
+            '{ printf("U|%d|%d|%lld|%d|%llx|%lld|%llx|%lld|%d|%s", tid, pid, nsecs, $c.0, $c.1, '
+            "$c.2, $c.3, $c.4, $c.5, comm); } } delete(@call[tid]); }"
         )
 
 
-def _jumps(library: Library) -> bool:
-    """Whether ibv_reg_mr is so close before ibv_reg_mr_iova2's code that it can only be a jump into it."""
-    return library.functions.get("ibv_reg_mr:size", 1 << 30) < 32
+def is_jump(verb: str, functions: Mapping[str, int]) -> bool:
+    """Whether ibv_reg_mr is so short that it can only be a jump into ibv_reg_mr_iova2."""
+    if verb != "ibv_reg_mr" or not {"ibv_reg_mr_iova2", "ibv_reg_mr_iova2:size"} & functions.keys():
+        return False
+    return functions.get("ibv_reg_mr:size", 1 << 30) < 32
 
 
-def _entry(make: _Maker, function: Function, task: TaskOffsets | None) -> None:
-    """Keep since when a thread is in a request, and what it pinned since then."""
+def _entry(
+    make: _Maker, function: Function, task: TaskOffsets | None, request: RequestOffsets | None
+) -> None:
+    """Keep since when a thread is in a request, and what it pinned since then.
+
+    It stays in the map until the thread's next request; what a thread does in between is told by its time.
+    """
     number = make.number(function.name)
     read, shown, values = "", "-|-|-", ""
     if task is not None:
@@ -251,16 +285,46 @@ def _entry(make: _Maker, function: Function, task: TaskOffsets | None) -> None:
         )
         shown = "%lld|%lld|%lld"
         values = f"{at('$g', task.start)}, {at('$s', task.memlock)}, {at('$m', task.pinned)}, "
+    asked = _asked(make, function, request) if request is not None and function.by_trampoline else ""
     make.add(f"{make.place(function, leaving=False)} {{ @in[tid] = ((uint64)nsecs, (uint64)0); }}")
     make.add(
-        f"{make.place(function, leaving=True)} {{ if ((int32)retval != 0) {{ $i = @in[tid]; {read}"
+        f"{make.place(function, leaving=True)} {{ if ((int32)retval != 0) {{ $i = @in[tid]; {read}{asked}"
         f'printf("K|%d|%d|%lld|%lld|{number}|%d|%lld|%d|%d|{shown}|%s", tid, pid, nsecs, $i.0, '
-        f"(int32)retval, $i.1, @call[tid].0, uid, {values}comm); }} delete(@in[tid]); }}"
+        f"(int32)retval, $i.1, @call[tid].0, uid, {values}comm); }} }}"
     )
 
 
-def _driver(make: _Maker, function: Function, *, account: bool) -> None:
+def _asked(make: _Maker, function: Function, request: RequestOffsets) -> str:
+    """Return what tells what the failed request had asked for: of its only parameter, the bundle."""
+    bundle = f"$b = {make.argument(function, 0)}; "
+    if function.name not in REQUESTS:
+        # struct ib_uverbs_reg_mr, include/uapi/rdma/ib_user_verbs.h: response, start, length, hca_va,
+        # pd_handle, access_flags.
+        values = ", ".join(f"*(uint64 *)uptr($u + {offset})" for offset in (8, 16, 24))
+        return (
+            f"{bundle}$u = *(uint64 *)($b + {request.command}); "
+            f'printf("A|%d|%lld|%llx|%lld|%llx|%lld|-1|-", tid, nsecs, {values}, '
+            "(uint64)(*(uint32 *)uptr($u + 36))); "
+        )
+    places = [
+        f"*(uint64 *)($b + {request.attributes + request.size * attribute_index(item)})"
+        for item in REQUESTS[function.name]
+    ]
+    return (
+        f'{bundle}printf("A|%d|%lld|%llx|%lld|%llx|%lld|%lld|%llx", tid, nsecs, {", ".join(places)}, '
+        f"*(uint64 *)($b + {request.present})); "
+    )
+
+
+def _driver(make: _Maker, function: Function, *, account: bool, asked: bool) -> None:
     number = make.number(function.name)
+    if asked and not account and not function.by_trampoline and "dmabuf" not in function.name:
+        # What it was given the request's A tells; to keep it at the entry is what costs.
+        make.add(
+            f"{make.place(function, leaving=True)} {{ if ({_POINTER_FAILED}) {{ {_pointer(function)}"
+            f'printf("I|%d|%lld|{number}|%d", tid, nsecs, (int32)$r); }} }}'
+        )
+        return
     positions = [1, 2, 3, access_position(function.name)]
     start, length, iova, access = make.at_return(function, positions, "", f"d{number}")
     succeeded = ""
@@ -309,9 +373,23 @@ def _pointer(function: Function) -> str:
     return "@ret[tid] = (uint64)retval; $r = (int64)@ret[tid]; delete(@ret[tid]); "
 
 
-def _migrate(make: _Maker, function: Function, offsets: PageOffsets | None) -> None:
-    """After a failure the pages that stayed are on the list that was given (migrate_pages, mm/migrate.c)."""
-    source, reason = make.at_return(function, [0, 5], "/@in[tid].0/", "m")
+def _migrate(make: _Maker, function: Function, offsets: PageOffsets | None, reasons: Sequence[int]) -> None:
+    """After a failure the pages that stayed are on the list that was given (migrate_pages, mm/migrate.c).
+
+    `reasons`: those of pins (enum migrate_reason), as compaction fails to move pages all day long; empty: not
+    known.
+    """
+
+    def pinning(reason: str) -> str:
+        return " || ".join(f"{reason} == {value}" for value in reasons)
+
+    guard = f"/@in[tid].0 && ({pinning('arg5')})/" if reasons else "/@in[tid].0/"
+    source, reason = make.at_return(function, [0, 5], guard, "m")
+    told = "@in[tid].0"
+    if not function.by_trampoline:
+        told = source  # nothing was kept of one that is none of a pin
+    elif reasons:
+        told += f" && ({pinning(reason)})"
     pages = ""
     if offsets is not None:
         at = f"($n - {offsets.lru})"
@@ -324,7 +402,7 @@ def _migrate(make: _Maker, function: Function, offsets: PageOffsets | None) -> N
             "$n = *(uint64 *)$n; } } }"
         )
     make.add(
-        f"{make.place(function, leaving=True)} {{ if ((int32)retval != 0) {{ if (@in[tid].0) "
+        f"{make.place(function, leaving=True)} {{ if ((int32)retval != 0) {{ if ({told}) "
         f'{{ printf("M|%d|%lld|%d|%d", tid, nsecs, (int32)retval, {reason});{pages} }} }}'
         f"{make.forget(function, 'm')} }}"
     )

@@ -26,16 +26,18 @@ from regrepro.kernel.btf import Btf, BtfError
 from regrepro.kernel.node import node_facts
 from regrepro.record import Record, RecordProblem
 from regrepro.watch import evidence as look
-from regrepro.watch.copies import Copies, system_copies
+from regrepro.watch.copies import Copies, devices_are_gone, system_copies
 from regrepro.watch.engine import Engine, find_bpftrace, require_rights
-from regrepro.watch.events import Correlator, Failure
+from regrepro.watch.events import Correlator, Failure, LibraryWord
 from regrepro.watch.evidence import Evidence, Observer
 from regrepro.watch.functions import KALLSYMS, BtfFunctions, Functions, find_functions
+from regrepro.watch.library_probes import LibraryProbes
 from regrepro.watch.limiter import Limiter
 from regrepro.watch.lock import Lock
+from regrepro.watch.marker import Marker
 from regrepro.watch.metrics import Metrics
 from regrepro.watch.output import Output
-from regrepro.watch.program import Dialect, PageOffsets, TaskOffsets, make_program
+from regrepro.watch.program import Dialect, PageOffsets, RequestOffsets, TaskOffsets, make_program
 from regrepro.watch.registrations import Account
 
 _MODULE_BTF = (5, 11)  # BTF of modules; before, bpftrace cannot load programs for trampolines of either
@@ -44,9 +46,12 @@ _SILENCE_SECONDS = 30.0  # without a heartbeat: it hangs
 _METRICS_SECONDS = 15.0
 _COPY_SECONDS = 1.0  # that new copies of libibverbs are waited for together
 _TAKE_OVER_NS = 1_000_000_000
+_FAST_TIMES, _FAST_SECONDS = 4, 0.1
+_TOGETHER_SECONDS = 0.02  # in which failures that come fast are gathered
 _SUPPRESSED_SECONDS = 10.0
 _IDLE_SECONDS = 10.5  # a little more than between two heartbeats
 _LOST_NEAR_SECONDS = 2.0
+_ALONE_SECONDS = 0.05  # that the library's word waits for the kernel's before bpftrace is asked
 PINS: dict[str, tuple[str, ...]] = {
     "off": (),
     "driver": ("pin_user_pages",),
@@ -91,7 +96,14 @@ class Watch:
         self._cut_ns = 0
         self._cut_at = 0.0
         self._copies = Copies()
+        self._library_probes = LibraryProbes()
+        self._copies.on_new = self._library_probes.follow
+        self._marker = Marker(self._sure)
         self._copies_due = 0.0
+        # When the library's word was taken the last few times. Where failures come fast, to be woken for each
+        # costs more than they do.
+        self._more = False  # bpftrace had something to say the last time
+        self._taken_at = deque([float("-inf")] * _FAST_TIMES, maxlen=_FAST_TIMES)
         self._functions = Functions()
         self._number = 0
         self._text = ""  # of the program that runs
@@ -170,11 +182,13 @@ class Watch:
                 why="the module is not loaded, or its symbols are hidden",
                 hint="modprobe ib_uverbs; sysctl kernel.kptr_restrict must not be 2",
             )
-        try:
-            kernel = Btf.of_running_kernel()
-            self._offsets, self._task = page_offsets(kernel), task_offsets(kernel)
-        except (OSError, BtfError):
-            self._offsets = self._task = None
+        self._offsets = self._task = self._request = None
+        with suppress(BtfError):
+            if btf.kernel is not None:
+                self._offsets, self._task = page_offsets(btf.kernel), task_offsets(btf.kernel)
+            bundle = btf.of_module(self._functions.entries[0].module)
+            if bundle is not None:
+                self._request = request_offsets(bundle)
 
     def _start(self) -> Engine:
         """Start an engine; where its program cannot be attached, do without what is in the way."""
@@ -222,6 +236,7 @@ class Watch:
             dialect=Dialect.of(self._version),
             offsets=self._offsets,
             task=self._task,
+            request=self._request,
             plain_pins=PINS[self.options.pins],
             longterm=self._flags.values.get("FOLL_LONGTERM", 0),
             account=self.options.registrations,
@@ -236,7 +251,10 @@ class Watch:
             now=time.monotonic,
         )
         engine = Engine(self._bpftrace, program, correlator, engine_file(self._output), self._journal)
+        correlator.library_speaks = self._library_probes.some
         correlator.on_open = self._opened
+        correlator.device_is_gone = devices_are_gone
+        correlator.on_marker = partial(self._marked, engine)
         correlator.on_pin = self._observer.remember
         correlator.on_account = partial(self._account.take, names=program.names)
         correlator.accepts = lambda ns: self._accepts(engine, ns)
@@ -265,13 +283,43 @@ class Watch:
         for engine in engines:
             poll.register(engine.output, select.POLLIN)
             poll.register(engine.error_output, select.POLLIN)
+        for fd in self._library_probes.fds():
+            poll.register(fd, select.POLLIN)
         with suppress(InterruptedError):
             poll.poll(seconds * 1000)
         with suppress(BlockingIOError):
             while os.read(self._waker[0], 512):
                 pass
+        if not self._more and time.monotonic() - self._taken_at[0] < _FAST_SECONDS:
+            time.sleep(_TOGETHER_SECONDS)
+        if self._library_probes.take(partial(self._library_failed, engines)):
+            self._taken_at.append(time.monotonic())
+        self._more = False
         for engine in engines:
-            engine.take()
+            self._more = engine.take() or self._more
+
+    def _library_failed(self, engines: list[Engine], word: LibraryWord) -> None:
+        """A copy of libibverbs gave NULL: the engine whose events count then has the kernel's part."""
+        for engine in engines:
+            if self._accepts(engine, word.ns):
+                engine.correlator.library_failed(word)
+                return
+
+    def _ask_for_the_kernels_word(self, now: float) -> None:
+        """The library's word stands alone once it is sure that the kernel has none."""
+        engines = [item for item in (self._engine, self._next) if item is not None]
+        alone = [engine.correlator.alone[0].arrived for engine in engines if engine.correlator.alone]
+        self._marker.wait_no_longer(now, max((engine.last_line for engine in engines), default=now))
+        if alone and now - min(alone) > _ALONE_SECONDS:
+            self._marker.ask(now)
+
+    def _sure(self, ns: int, doubt: str) -> None:
+        if self._engine is not None:
+            self._engine.correlator.settle(ns, doubt)
+
+    def _marked(self, engine: Engine, ns: int, cpu: int) -> None:
+        if engine is self._engine:
+            self._marker.told(ns, cpu)
 
     def _loop(self) -> None:
         begin = time.monotonic()
@@ -295,6 +343,7 @@ class Watch:
             now = time.monotonic()
             for engine in engines:
                 engine.correlator.overdue(now)
+            self._ask_for_the_kernels_word(now)
             self._settle(now)
             self._count_lost()
             self._watch_engines(now)
@@ -302,6 +351,7 @@ class Watch:
             if not self._busy():
                 self._observer.refresh_if_old()
             if now >= metrics_due:
+                self._library_probes.follow_cpus()
                 self._write_metrics()
                 metrics_due = now + _METRICS_SECONDS
             if now >= suppressed_due:
@@ -316,7 +366,8 @@ class Watch:
                 break
 
     def _busy(self) -> bool:
-        waiting = self._engine is not None and bool(self._engine.correlator._waiting)
+        correlator = self._engine.correlator if self._engine is not None else None
+        waiting = correlator is not None and bool(correlator._waiting or correlator.alone)
         return waiting or bool(self._done) or bool(self._cut_ns)
 
     def _watch_engines(self, now: float) -> None:
@@ -357,9 +408,7 @@ class Watch:
                 self._lost_total += engine.correlator.counts.lost
                 self._engine, self._next, self._cut_ns = self._next, None, 0
                 self._missed_seen = None
-                shown = self._launched  # not those that have come since
-                self._tell("copies", copies=shown)
-                self._say(f"following {len(shown)} copies of libibverbs: {', '.join(shown)}")
+                self._following(self._launched)  # not those that have come since
 
     def _drop_next(self) -> None:
         if self._next is not None:
@@ -369,13 +418,26 @@ class Watch:
     def _opened(self, pid: int) -> None:
         """A process opened an RDMA device: it has libibverbs mapped, and has not registered anything yet."""
         self._observer.meet(pid)
-        if self.options.libraries and self._copies.look_at(pid):
+        before = set(self._copies.known)
+        if not self.options.libraries or not self._copies.look_at(pid):
+            return
+        new = [copy for key, copy in self._copies.known.items() if key not in before]
+        if all(copy.at_failure.issuperset(copy.verbs()) for copy in new):
+            self._following([copy.shown for copy in self._copies.known.values()])
+        else:  # bpftrace has to follow some of it
             self._copies_due = time.monotonic() + _COPY_SECONDS
+
+    def _following(self, shown: list[str]) -> None:
+        for engine in (self._engine, self._next):
+            if engine is not None:
+                engine.correlator.library_speaks = self._library_probes.some
+        self._tell("copies", copies=shown, followed=self._how_followed())
+        self._say(f"following {len(shown)} copies of libibverbs: {', '.join(shown)}")
 
     def _follow_copies(self, now: float) -> None:
         if self._copies_due and now >= self._copies_due and self._next is None:
             self._copies_due = 0.0
-            self._copies.forget_unused()
+            self._library_probes.forget(self._copies.forget_unused())
             self._next = self._launch()
             self.metrics.engine_restarts += 1
 
@@ -530,8 +592,12 @@ class Watch:
             by_kprobe=[item.name for item in self._functions.all() if not item.by_trampoline],
             missing=self._functions.missing,
             copies=[copy.shown for copy in self._copies.known.values()],
+            followed=self._how_followed(),
             not_followed=self._copies.problems,
         )
+
+    def _how_followed(self) -> list[dict[str, str]]:
+        return [row for copy in self._copies.known.values() for row in self._library_probes.how(copy)]
 
     def _tell(self, what: str, **keys: Any) -> None:
         try:
@@ -551,7 +617,11 @@ class Watch:
 
     def _lost_now(self) -> int:
         engines = [item for item in (self._engine, self._next) if item is not None]
-        return self._lost_total + sum(item.correlator.counts.lost for item in engines)
+        return (
+            self._lost_total
+            + self._library_probes.lost
+            + sum(item.correlator.counts.lost for item in engines)
+        )
 
     def _lost_near(self, when: float) -> int:
         """Events that were lost around a moment: one of them may have been of that failure."""
@@ -622,6 +692,7 @@ class Watch:
             self._tell("stopped", failures=self.metrics.total, suppressed=self.metrics.suppressed)
             self._write_metrics()
         self._output.end("interrupted" if self._stop == signal.SIGINT else "finished")
+        self._library_probes.close()
         self._copies.close()
 
     def _told_start(self) -> str:
@@ -671,6 +742,20 @@ def task_offsets(btf: Btf) -> TaskOffsets | None:
     # struct rlimit has two unsigned longs (include/uapi/linux/resource.h).
     memlock = limits + resource.RLIMIT_MEMLOCK * 2 * struct.calcsize("L")
     return TaskOffsets(leader, start, its_signal, memlock, mm, pinned)
+
+
+def request_offsets(btf: Btf) -> RequestOffsets | None:
+    """Return where the kernel has what a request asked for; None where BTF does not describe it as it is
+    read here: of an attribute the first eight bytes.
+    """
+    bundle = "uverbs_attr_bundle"
+    ucore, present, attributes = (btf.offset(bundle, name) for name in ("ucore", "attr_present", "attrs"))
+    inbuf, size = btf.offset("ib_udata", "inbuf"), btf.size("uverbs_attr")
+    if ucore is None or present is None or attributes is None or inbuf is None or size is None:
+        return None
+    if btf.offset("uverbs_attr", "ptr_attr") != 0 or btf.offset("uverbs_ptr_attr", "data") != 0:
+        return None
+    return RequestOffsets(ucore + inbuf, present, attributes, size)
 
 
 def _plain(value: Any) -> Any:
