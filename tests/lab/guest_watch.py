@@ -23,6 +23,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -324,15 +325,25 @@ def handlers_never_run(watcher: Watcher, name: str) -> None:
         time.sleep(0.1)
     (second,) = set(verbs.devices()) - before
 
+    marks = Path("/run/regrepro-gone")
+
     def gone(pd: verbs.ProtectionDomain) -> None:
         with memory.Range.anonymous(PAGE, huge=False) as buffer:
             buffer.fill(1)
-            subprocess.run(["rdma", "link", "delete", second], check=True)
-            refused(lambda: pd.reg_mr(buffer.address, PAGE, ACCESS))
-            time.sleep(2)
-            os._exit(0)
+            with subprocess.Popen(["rdma", "link", "delete", second]) as deleting:
+                with suppress(subprocess.TimeoutExpired):
+                    marks.write_text(str(deleting.wait(10)))
+                    refused(lambda: pd.reg_mr(buffer.address, PAGE, ACCESS))
+                    time.sleep(2)
+                os._exit(0)
 
-    line = only("a device that is gone", watcher.caught(in_child(with_device(second, gone))))
+    pid = in_child(with_device(second, gone))
+    if not marks.exists():
+        # Drivers without disassociate_ucontext: ib_uverbs_remove_one() waits until the last user is gone.
+        print("# this kernel takes no device away from those that have it open", flush=True)
+        line = None
+    else:
+        line = only("a device that is gone", watcher.caught(pid))
     if line is not None:
         told = [line["errno"], line["layer"], line["length"]]
         check("a device that is gone: its errno and layer", told == ["EIO", "device", PAGE], f"{told}")
