@@ -333,6 +333,15 @@ def test_a_failure_of_a_device_that_is_gone_has_the_errno_of_that() -> None:
         assert seen.complete[1].errno == "ENOMEM" and seen.complete[1].errno_how == "observed"
 
 
+def test_a_file_too_large_to_be_a_library_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "libibverbs.so.1"
+    with path.open("wb") as file:
+        file.truncate(copies.SIZE_LIMIT + 1)
+    found = copies.Copies()
+    assert not found.add_file(path, "theirs") and "no libibverbs" in found.problems["theirs"]
+    assert not found.known
+
+
 def test_a_device_is_gone_when_its_file_or_the_kernels_own_account_is(tmp_path: Path) -> None:
     descriptors, sysfs = tmp_path / "6" / "fd", tmp_path / "sys"
     descriptors.mkdir(parents=True)

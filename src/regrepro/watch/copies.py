@@ -19,6 +19,8 @@ from regrepro.watch.elf import NotElf, dynamic_functions
 from regrepro.watch.program import VERBS, Library, is_jump
 
 PROC = Path("/proc")
+# Bytes. A file of that name may be anybody's, in any container, and it is read as a whole.
+SIZE_LIMIT = 16 << 20
 _MAPPING = re.compile(
     r"^(?P<range>[0-9a-f]+-[0-9a-f]+) ..x. [0-9a-f]+ (?P<device>[0-9a-f]+:[0-9a-f]+) (?P<inode>\d+)\s+"
     r"(?P<path>/\S*libibverbs[^/\s]*\.so[^/]*?)(?P<gone> \(deleted\))?$",
@@ -113,6 +115,8 @@ class Copies:
                 known.users.add(pid)
             return False
         try:
+            if facts.st_size > SIZE_LIMIT:
+                raise NotElf(f"{facts.st_size} bytes are no libibverbs")
             blob = Path(f"/proc/self/fd/{fd}").read_bytes()
             functions = verbs_in(blob)
         except (NotElf, OSError) as error:
