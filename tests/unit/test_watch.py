@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -1068,6 +1069,22 @@ def test_a_child_that_fails_is_told_and_struck_from_the_journal(tmp_path: Path) 
         child.stop()
         assert child.why() == "stdin:1:1: ERROR: no such probe" and not journal.entries
     assert (tmp_path / "p.bt").read_text() == "BEGIN {}\n"
+
+
+def test_one_that_has_much_to_say_is_not_listened_to_for_ever(tmp_path: Path) -> None:
+    """The library's words come by another way, and wait meanwhile."""
+    (tmp_path / "lines").write_text((line("H|5") + "\n") * 1200)  # some 50 KiB: a pipe holds all of it
+    program = tmp_path / "bpftrace"
+    program.write_text(f"#!/bin/sh\ncat {tmp_path}/lines\n")
+    program.chmod(0o755)
+    with Journal(tmp_path) as journal:
+        correlator = Seen().correlator
+        child = engine.Engine(str(program), Program("BEGIN {}\n"), correlator, tmp_path / "p.bt", journal)
+        while not child.ended:
+            time.sleep(0.01)
+        assert child.take() and 0 < correlator.counts.heartbeats < 1200
+        child.stop()
+        assert correlator.counts.heartbeats == 1200
 
 
 def test_a_child_that_goes_on_is_ended(tmp_path: Path) -> None:
