@@ -266,6 +266,28 @@ def test_bpftrace_is_asked_only_of_words_that_stay_alone(
     assert [failure.doubt for failure in complete] == ["why not"]
 
 
+def test_copies_of_containers_that_are_gone_are_let_go_of_when_a_new_one_comes(
+    probes: LibraryProbes, tmp_path: Path
+) -> None:
+    made = Watch(Options(tmp_path), lambda _text: None)
+    made._library_probes = probes
+    made._tell = lambda *_args, **_keys: None  # type: ignore[method-assign]
+    made._observer = type("Observer", (), {"meet": lambda _self, _pid: None})()
+    gone, new = copy(), copies.Copy((3, 4), "/new/libibverbs.so.1", -1, {}, users={os.getpid()})
+    gone.fd, gone.users = os.open(os.devnull, os.O_RDONLY), {1 << 30}
+    probes.follow(gone, image())
+    made._copies.known[gone.key] = gone
+
+    def look_at(_pid: int) -> bool:
+        made._copies.known[new.key] = new
+        return True
+
+    made._copies.look_at = look_at  # type: ignore[method-assign]
+    made._opened(os.getpid())
+    kernel: Any = probes._probes
+    assert list(made._copies.known) == [new.key] and kernel.removed == [1, 2] and not made._copies_due
+
+
 def test_where_a_request_lies_is_read_of_a_kernel_that_has_it_as_it_is_read() -> None:
     def bundle(data_at: int, *names: str) -> Btf:
         writer = BtfWriter()

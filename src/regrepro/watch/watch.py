@@ -423,9 +423,13 @@ class Watch:
             return
         new = [copy for key, copy in self._copies.known.items() if key not in before]
         if all(copy.at_failure.issuperset(copy.verbs()) for copy in new):
+            self._forget_unused()
             self._following([copy.shown for copy in self._copies.known.values()])
         else:  # bpftrace has to follow some of it
             self._copies_due = time.monotonic() + _COPY_SECONDS
+
+    def _forget_unused(self) -> None:
+        self._library_probes.forget(self._copies.forget_unused())
 
     def _following(self, shown: list[str]) -> None:
         for engine in (self._engine, self._next):
@@ -437,7 +441,7 @@ class Watch:
     def _follow_copies(self, now: float) -> None:
         if self._copies_due and now >= self._copies_due and self._next is None:
             self._copies_due = 0.0
-            self._library_probes.forget(self._copies.forget_unused())
+            self._forget_unused()
             self._next = self._launch()
             self.metrics.engine_restarts += 1
 
