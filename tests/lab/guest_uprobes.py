@@ -20,6 +20,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from guest_tap import check, results
+
 from regrepro.core import uprobes
 from regrepro.core.uprobes import REGISTERS, Hit, UserProbes, Zero
 
@@ -43,14 +45,6 @@ else:
     print("holds", len(probes.fds()), flush=True)
     time.sleep(600)
 """
-results: list[bool] = []
-
-
-def check(name: str, good: bool, note: str = "") -> bool:
-    results.append(good)
-    line = f"{'ok' if good else 'not ok'} {len(results)} - {name}"
-    print(f"{line} # {' '.join(note.split())[:400]}" if note else line, flush=True)
-    return good
 
 
 def errno_of(call: Callable[[], object]) -> str:

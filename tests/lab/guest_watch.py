@@ -30,6 +30,7 @@ from typing import Any
 
 import guest_programs
 from guest_device import device
+from guest_tap import check, results
 
 from regrepro import judge
 from regrepro.core import memory, pins, verbs
@@ -41,14 +42,6 @@ ACCESS = verbs.access_bits(["LOCAL_WRITE", "REMOTE_WRITE", "REMOTE_READ"])
 BAD = 0x10000  # nothing is ever mapped so low (vm.mmap_min_addr)
 FLOOD = 2000  # failures of each rate
 RATES = "1000,0"  # a second; 0: as fast as they come
-results: list[bool] = []
-
-
-def check(name: str, good: bool, note: str = "") -> bool:
-    results.append(good)
-    line = f"{'ok' if good else 'not ok'} {len(results)} - {name}"
-    print(f"{line} # {' '.join(note.split())[:400]}" if note else line, flush=True)
-    return good
 
 
 def refused(call: Callable[[], Any]) -> str | None:

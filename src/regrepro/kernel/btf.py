@@ -40,16 +40,22 @@ class Member(NamedTuple):
         return self.bit_offset // 8
 
 
+def _sections(blob: bytes) -> tuple[int, int, int, int]:
+    """Return where types begin in a blob and their length, and so of the strings. Raises BtfError."""
+    if len(blob) < 24 or struct.unpack_from("=H", blob)[0] != _MAGIC:
+        raise BtfError("no BTF magic")
+    header_length, type_off, type_len, str_off, str_len = struct.unpack_from("=IIIII", blob, 4)
+    types, strings = header_length + type_off, header_length + str_off
+    if types + type_len > len(blob) or strings + str_len > len(blob):
+        raise BtfError("BTF is cut short")
+    return types, type_len, strings, str_len
+
+
 class Btf:
     """A BTF blob. Look-ups return None where the kernel has no such type or member."""
 
     def __init__(self, blob: bytes) -> None:
-        if len(blob) < 24 or struct.unpack_from("=H", blob)[0] != _MAGIC:
-            raise BtfError("no BTF magic")
-        header_length, type_off, type_len, str_off, str_len = struct.unpack_from("=IIIII", blob, 4)
-        types, strings = header_length + type_off, header_length + str_off
-        if types + type_len > len(blob) or strings + str_len > len(blob):
-            raise BtfError("BTF is cut short")
+        types, type_len, strings, str_len = _sections(blob)
         self._blob = blob
         self._types: int = types
         self._type_len: int = type_len
@@ -70,17 +76,11 @@ class Btf:
 
         Raises BtfError.
         """
-        parts = []
+        types = strings = b""
         for blob in (base, module):
-            if len(blob) < 24 or struct.unpack_from("=H", blob)[0] != _MAGIC:
-                raise BtfError("no BTF magic")
-            header, type_off, type_len, str_off, str_len = struct.unpack_from("=IIIII", blob, 4)
-            types = blob[header + type_off : header + type_off + type_len]
-            strings = blob[header + str_off : header + str_off + str_len]
-            if len(types) != type_len or len(strings) != str_len:
-                raise BtfError("BTF is cut short")
-            parts.append((types, strings))
-        types, strings = (first + second for first, second in zip(*parts, strict=True))
+            its_types, type_len, its_strings, str_len = _sections(blob)
+            types += blob[its_types : its_types + type_len]
+            strings += blob[its_strings : its_strings + str_len]
         head = base[:4] + struct.pack("=IIIII", 24, 0, len(types), len(types), len(strings))
         return cls(head + types + strings)
 

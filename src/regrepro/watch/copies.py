@@ -193,27 +193,24 @@ def processes_with_device(proc: Path = PROC) -> Iterator[int]:
             yield int(entry.name)
 
 
-def devices_of(pid: int, proc: Path = PROC) -> list[str]:
-    """Return the names uverbsN of the RDMA devices that a process has open."""
-    found = set()
-    with suppress(OSError):
-        for link in (proc / str(pid) / "fd").iterdir():
-            with suppress(OSError):
-                name = re.search(r"/infiniband/(uverbs\d+)$", str(link.readlink()))
-                if name:
-                    found.add(name[1])
-    return sorted(found)
-
-
-def devices_are_gone(pid: int, proc: Path = PROC, sysfs: Path = Path("/sys/class/infiniband_verbs")) -> bool:
-    """Return whether a process has RDMA devices open, and all of them are gone from this node."""
-    gone = []
+def _open_devices(pid: int, proc: Path) -> Iterator[tuple[str, bool]]:
+    """Yield (uverbsN, whether its file is gone) of each RDMA device that a process has open."""
     with suppress(OSError):
         for link in (proc / str(pid) / "fd").iterdir():
             with suppress(OSError):
                 found = re.search(r"/infiniband/(uverbs\d+)( \(deleted\))?$", str(link.readlink()))
                 if found:
-                    gone.append(bool(found[2]) or not (sysfs / found[1]).exists())
+                    yield found[1], bool(found[2])
+
+
+def devices_of(pid: int, proc: Path = PROC) -> list[str]:
+    """Return the names uverbsN of the RDMA devices that a process has open."""
+    return sorted({name for name, gone in _open_devices(pid, proc) if not gone})
+
+
+def devices_are_gone(pid: int, proc: Path = PROC, sysfs: Path = Path("/sys/class/infiniband_verbs")) -> bool:
+    """Return whether a process has RDMA devices open, and all of them are gone from this node."""
+    gone = [deleted or not (sysfs / name).exists() for name, deleted in _open_devices(pid, proc)]
     return bool(gone) and all(gone)
 
 

@@ -100,9 +100,9 @@ class Watch:
         self._copies.on_new = self._library_probes.follow
         self._marker = Marker(self._sure)
         self._copies_due = 0.0
+        self._more = False  # bpftrace had something to say the last time
         # When the library's word was taken the last few times. Where failures come fast, to be woken for each
         # costs more than they do.
-        self._more = False  # bpftrace had something to say the last time
         self._taken_at = deque([float("-inf")] * _FAST_TIMES, maxlen=_FAST_TIMES)
         self._functions = Functions()
         self._number = 0
@@ -276,6 +276,9 @@ class Watch:
         else:
             self._stop = number
 
+    def _engines(self) -> list[Engine]:
+        return [item for item in (self._engine, self._next) if item is not None]
+
     def _wait(self, engines: list[Engine], seconds: float) -> None:
         """Wait for lines, and take them."""
         poll = select.poll()
@@ -307,7 +310,7 @@ class Watch:
 
     def _ask_for_the_kernels_word(self, now: float) -> None:
         """The library's word stands alone once it is sure that the kernel has none."""
-        engines = [item for item in (self._engine, self._next) if item is not None]
+        engines = self._engines()
         alone = [engine.correlator.alone[0].arrived for engine in engines if engine.correlator.alone]
         self._marker.wait_no_longer(now, max((engine.last_line for engine in engines), default=now))
         if alone and now - min(alone) > _ALONE_SECONDS:
@@ -328,7 +331,7 @@ class Watch:
         self._say(self._told_start())
         self.metrics.watching = 1
         while not self._stop:
-            engines = [item for item in (self._engine, self._next) if item is not None]
+            engines = self._engines()
             due = [time.monotonic() + _IDLE_SECONDS]
             if self._copies_due or self._next is not None:
                 due.append(time.monotonic() + _COPY_SECONDS)
@@ -432,9 +435,8 @@ class Watch:
         self._library_probes.forget(self._copies.forget_unused())
 
     def _following(self, shown: list[str]) -> None:
-        for engine in (self._engine, self._next):
-            if engine is not None:
-                engine.correlator.library_speaks = self._library_probes.some
+        for engine in self._engines():
+            engine.correlator.library_speaks = self._library_probes.some
         self._tell("copies", copies=shown, followed=self._how_followed())
         self._say(f"following {len(shown)} copies of libibverbs: {', '.join(shown)}")
 
@@ -620,7 +622,7 @@ class Watch:
             (path / "verdicts.json").write_text(json.dumps(verdicts, indent=2) + "\n", encoding="utf-8")
 
     def _lost_now(self) -> int:
-        engines = [item for item in (self._engine, self._next) if item is not None]
+        engines = self._engines()
         return (
             self._lost_total
             + self._library_probes.lost
