@@ -5,6 +5,8 @@
 #endif
 #include "uprobe.h"
 
+#include "bpf.h"
+
 #include <asm/ptrace.h>
 #include <errno.h>
 #include <linux/bpf.h>
@@ -75,6 +77,11 @@ const char *rr_uprobe_register(size_t index)
 	return registers[index < NR_REGISTERS + 1 ? index : NR_REGISTERS].name;
 }
 
+size_t rr_uprobe_context(size_t index)
+{
+	return registers[index < NR_REGISTERS + 1 ? index : NR_REGISTERS].context;
+}
+
 size_t rr_uprobe_record_bytes(uint32_t stack_bytes)
 {
 	return (AT_REGISTERS + NR_REGISTERS + 1) * WORD + (stack_bytes ? stack_bytes + WORD : 0);
@@ -90,86 +97,14 @@ static uint64_t register_mask(void)
 	return mask;
 }
 
-static int call_bpf(enum bpf_cmd command, union bpf_attr *attr)
-{
-	long ret = syscall(SYS_bpf, command, attr, sizeof(*attr));
-
-	return ret < 0 ? -errno : (int)ret;
-}
-
-int rr_uprobe_bpf(void)
-{
-	return syscall(SYS_bpf, -1, NULL, 0) < 0 ? -errno : 0;
-}
-
-#define MMAPABLE (1U << 10) /* BPF_F_MMAPABLE, which headers have since 5.5 */
-
-static int open_map(enum bpf_map_type type, uint32_t value_size, uint32_t entries, uint32_t flags, const char *name)
-{
-	union bpf_attr attr;
-
-	memset(&attr, 0, sizeof(attr));
-	attr.map_type = type;
-	attr.key_size = sizeof(uint32_t);
-	attr.value_size = value_size;
-	attr.max_entries = entries;
-	attr.map_flags = flags;
-	strncpy(attr.map_name, name, sizeof(attr.map_name) - 1);
-	return call_bpf(BPF_MAP_CREATE, &attr);
-}
-
-static int call_map(enum bpf_cmd command, int map, uint32_t key, void *value)
-{
-	union bpf_attr attr;
-
-	memset(&attr, 0, sizeof(attr));
-	attr.map_fd = (uint32_t)map;
-	attr.key = (uintptr_t)&key;
-	attr.value = (uintptr_t)value;
-	return call_bpf(command, &attr);
-}
-
-int rr_uprobe_rings_open(uint32_t cpus)
-{
-	return open_map(BPF_MAP_TYPE_PERF_EVENT_ARRAY, sizeof(uint32_t), cpus, 0, "regrepro_rings");
-}
-
-int rr_uprobe_rings_set(int rings, uint32_t cpu, int ring)
-{
-	return call_map(BPF_MAP_UPDATE_ELEM, rings, cpu, &ring);
-}
-
-int rr_uprobe_rings_unset(int rings, uint32_t cpu)
-{
-	return call_map(BPF_MAP_DELETE_ELEM, rings, cpu, NULL);
-}
-
-int rr_uprobe_lost_open(void)
-{
-	return open_map(BPF_MAP_TYPE_ARRAY, sizeof(uint64_t), 1, MMAPABLE, "regrepro_lost");
-}
-
 static size_t page_size(void)
 {
 	return (size_t)sysconf(_SC_PAGESIZE);
 }
 
-int rr_uprobe_lost_map(int lost, uintptr_t *address)
+int rr_uprobe_rings_open(uint32_t cpus)
 {
-	void *mapped = mmap(NULL, page_size(), PROT_READ, MAP_SHARED, lost, 0);
-
-	*address = mapped == MAP_FAILED ? 0 : (uintptr_t)mapped;
-	return mapped == MAP_FAILED ? -errno : 0;
-}
-
-int rr_uprobe_lost_unmap(uintptr_t address)
-{
-	return munmap((void *)address, page_size()) ? -errno : 0;
-}
-
-uint64_t rr_uprobe_lost(uintptr_t address)
-{
-	return __atomic_load_n((const uint64_t *)address, __ATOMIC_RELAXED);
+	return rr_bpf_map(BPF_MAP_TYPE_PERF_EVENT_ARRAY, sizeof(uint32_t), sizeof(uint32_t), cpus, 0, "regrepro_rings");
 }
 
 /* An instruction of BPF: linux/bpf.h and linux/bpf_common.h have the codes. */
@@ -242,8 +177,7 @@ int rr_uprobe_program(uint32_t number, int rings, int lost, const struct rr_upro
 		      uint32_t log_bytes)
 {
 	struct code code = { .count = 0 };
-	union bpf_attr attr;
-	int ret, again;
+	struct rr_bpf_program program = { .name = "regrepro_probe", .type = BPF_PROG_TYPE_KPROBE };
 
 	memset(log, 0, log_bytes);
 	/* Register 1 has the context at first; 10 is the end of the program's stack. */
@@ -254,21 +188,9 @@ int rr_uprobe_program(uint32_t number, int rings, int lost, const struct rr_upro
 		append_zero(&code, zero);
 	}
 	append_send(&code, number, rings, lost);
-	memset(&attr, 0, sizeof(attr));
-	attr.prog_type = BPF_PROG_TYPE_KPROBE;
-	attr.insns = (uintptr_t)code.insns;
-	attr.insn_cnt = code.count;
-	/* The license of these instructions; the kernel gives perf_event_output to none that is not GPL-compatible. */
-	attr.license = (uintptr_t)"Dual BSD/GPL";
-	strncpy(attr.prog_name, "regrepro_probe", sizeof(attr.prog_name) - 1);
-	ret = call_bpf(BPF_PROG_LOAD, &attr);
-	if (ret != -EINVAL && ret != -EACCES)
-		return ret;
-	attr.log_level = 1;
-	attr.log_buf = (uintptr_t)log;
-	attr.log_size = log_bytes;
-	again = call_bpf(BPF_PROG_LOAD, &attr);
-	return again < 0 ? ret : again;
+	program.insns = (const uint8_t *)code.insns;
+	program.count = code.count;
+	return rr_bpf_load(&program, log, log_bytes);
 }
 
 /* An event of all processes on one CPU. */
@@ -281,13 +203,14 @@ static int open_event(struct perf_event_attr *attr, int cpu)
 	return fd < 0 ? -errno : (int)fd;
 }
 
-int rr_uprobe_open(uint32_t type, const char *path, uint64_t offset, int cpu)
+int rr_uprobe_open(uint32_t type, int at_return, const char *name, uint64_t offset, int cpu)
 {
 	struct perf_event_attr attr;
 
 	memset(&attr, 0, sizeof(attr));
 	attr.type = type;
-	attr.config1 = (uintptr_t)path;
+	attr.config = at_return ? 1 : 0; /* the format of both PMUs: "retprobe" is bit 0 */
+	attr.config1 = (uintptr_t)name;
 	attr.config2 = offset;
 	attr.disabled = 1;
 	return open_event(&attr, cpu);

@@ -39,27 +39,14 @@ struct rr_uprobe_tally {
 /* Name of a register that is read, counted from 0; NULL after the last. None on an architecture not known here. */
 const char *rr_uprobe_register(size_t index);
 
+/* Where the context of the program of a probe has it, bytes. */
+size_t rr_uprobe_context(size_t index);
+
 /* Bytes of the record of a hit with so much of the stack, a multiple of 8. */
 size_t rr_uprobe_record_bytes(uint32_t stack_bytes);
 
-/* What bpf(2) answers to nothing: -ENOSYS where the kernel has none. */
-int rr_uprobe_bpf(void);
-
-/* The map of rings: a place for each CPU below `cpus`. All maps and programs: errno of bpf(2). */
+/* The map of rings: a place for each CPU below `cpus`; rr_bpf_map_set() puts an event's ring into it. */
 int rr_uprobe_rings_open(uint32_t cpus);
-
-/* Put an event's ring into the map, or take the CPU's out. When the map is closed they all are out. */
-int rr_uprobe_rings_set(int rings, uint32_t cpu, int ring);
-int rr_uprobe_rings_unset(int rings, uint32_t cpu);
-
-/*
- * The map of one number: hits that no ring took, for whatever reason. It is memory of the reader too, so that reading
- * it takes no call of bpf(2), for which the reader would need its capabilities for good.
- */
-int rr_uprobe_lost_open(void);
-int rr_uprobe_lost_map(int lost, uintptr_t *address);
-int rr_uprobe_lost_unmap(uintptr_t address);
-uint64_t rr_uprobe_lost(uintptr_t address);
 
 /* What a hit must be to count: 0 in `size` bytes, 4 (the low ones of a register) or 8. */
 struct rr_uprobe_zero {
@@ -69,7 +56,8 @@ struct rr_uprobe_zero {
 };
 
 /*
- * The program of the probe of this number. Where the stack cannot be read, a hit counts. `log`, at least 128 bytes: the
+ * The program of the probe of this number: it counts hits that no ring takes, for whatever reason, in `lost`, a counter
+ * (rr_bpf_counter_open()). Where the stack cannot be read, a hit counts. `log`, at least 128 bytes: the
  * verifier's complaint where it refuses, that is for -EINVAL and -EACCES; else empty. -EINVAL too for another `zero`.
  */
 int rr_uprobe_program(uint32_t number, int rings, int lost, const struct rr_uprobe_zero *zero, char *log,
@@ -78,9 +66,10 @@ int rr_uprobe_program(uint32_t number, int rings, int lost, const struct rr_upro
 /*
  * The probe, on all CPUs; `cpu` is any that is online, `type` that of the PMU. It hits nothing before
  * rr_uprobe_start(). errno of perf_event_open(2); also 524, ENOTSUPP of the kernel, for an instruction that it does
- * not probe.
+ * not probe. With the type of the PMU "kprobe" `name` is that of a function of the kernel. `at_return`: when the
+ * function that begins there returns.
  */
-int rr_uprobe_open(uint32_t type, const char *path, uint64_t offset, int cpu);
+int rr_uprobe_open(uint32_t type, int at_return, const char *name, uint64_t offset, int cpu);
 
 /* From now on hits run the program, which the event keeps: its descriptor may be closed. */
 int rr_uprobe_start(int event, int program);

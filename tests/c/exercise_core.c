@@ -7,6 +7,7 @@
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
+#include "bpf.h"
 #include "iouring.h"
 #include "memory.h"
 #include "pin.h"
@@ -271,29 +272,32 @@ static void exercise_uprobe_events(void)
 	static const struct rr_uprobe_zero every, bad[] = { { 0, 0, 2 }, { 32, 0, 8 }, { -1, 8, 16 } };
 	uintptr_t address, count;
 	unsigned int type = 0;
+	uint32_t key = 0;
 	size_t index;
 	char log[4096] = "x";
 	FILE *file = fopen("/sys/bus/event_source/devices/uprobe/type", "r");
-	int rings = rr_uprobe_rings_open(4), lost = rr_uprobe_lost_open(), ring = rr_uprobe_ring_open(0, 256);
+	int rings = rr_uprobe_rings_open(4), lost = rr_bpf_counter_open("test"), ring = rr_uprobe_ring_open(0, 256);
 	int program = rr_uprobe_program(7, rings, lost, &every, log, sizeof(log)), event;
 
 	CHECK(!*log);
 	if (!file || fscanf(file, "%u", &type) != 1 || rings < 0 || lost < 0 || program < 0 || ring < 0) {
 		printf("skip uprobes: maps %d %d, program %d, ring %d\n", rings, lost, program, ring);
 	} else {
-		CHECK(rr_uprobe_bpf() == -EINVAL);
+		CHECK(rr_bpf_answer() == -EINVAL);
 		CHECK(rr_uprobe_ring_map(ring, 3, &address) == -EINVAL && !address);
 		CHECK(rr_uprobe_ring_map(ring, 0, &address) == -EINVAL && !address);
 		CHECK(rr_uprobe_ring_map(ring, RING_PAGES, &address) == 0 && address);
 		CHECK(rr_uprobe_ring_runs(ring) == 1);
-		CHECK(rr_uprobe_rings_set(rings, 0, ring) == 0);
-		CHECK(rr_uprobe_rings_set(rings, 4, ring) == -E2BIG);
-		CHECK(rr_uprobe_rings_unset(rings, 0) == 0);
-		CHECK(rr_uprobe_rings_unset(rings, 0) == -ENOENT);
-		CHECK(rr_uprobe_lost_map(lost, &count) == 0 && count && rr_uprobe_lost(count) == 0);
-		CHECK(rr_uprobe_lost_unmap(count) == 0);
-		CHECK(rr_uprobe_open(type, "/nonexistent", 0, 0) == -ENOENT);
-		event = rr_uprobe_open(type, "/proc/self/exe", 0, 0);
+		CHECK(rr_bpf_map_set(rings, &key, &ring) == 0);
+		key = 4;
+		CHECK(rr_bpf_map_set(rings, &key, &ring) == -E2BIG);
+		key = 0;
+		CHECK(rr_bpf_map_unset(rings, &key) == 0);
+		CHECK(rr_bpf_map_unset(rings, &key) == -ENOENT);
+		CHECK(rr_bpf_counter_map(lost, &count) == 0 && count && rr_bpf_counter(count) == 0);
+		CHECK(rr_bpf_counter_unmap(count) == 0);
+		CHECK(rr_uprobe_open(type, 0, "/nonexistent", 0, 0) == -ENOENT);
+		event = rr_uprobe_open(type, 0, "/proc/self/exe", 0, 0);
 		CHECK(event >= 0);
 		CHECK(rr_uprobe_start(event, -1) == -EBADF);
 		CHECK(rr_uprobe_start(event, rings) == -EINVAL);
@@ -327,8 +331,8 @@ static void exercise_uprobe_events(void)
 	CHECK(rr_uprobe_ring_map(-1, 1, &address) == -EBADF);
 	CHECK(rr_uprobe_ring_runs(-1) == -EBADF);
 	CHECK(rr_uprobe_start(-1, -1) == -EBADF);
-	CHECK(rr_uprobe_lost_map(-1, &count) == -EBADF && !count);
-	CHECK(rr_uprobe_rings_set(-1, 0, -1) < 0);
+	CHECK(rr_bpf_counter_map(-1, &count) == -EBADF && !count);
+	CHECK(rr_bpf_map_set(-1, &key, &lost) < 0);
 	CHECK(rr_uprobe_program(7, -1, -1, &every, log, sizeof(log)) < 0);
 }
 
@@ -351,6 +355,119 @@ static void exercise_uprobe(size_t page)
 	free(stacks);
 }
 
+#define BPF_HASH 1 /* BPF_MAP_TYPE_HASH */
+#define BPF_KPROBE 2 /* BPF_PROG_TYPE_KPROBE */
+#define BPF_RING 256
+
+/* Random heads in a ring, positions and rooms: nothing outside is read or written, and it goes on or says EBADMSG. */
+static void exercise_bpf_garbage(uint8_t *ring, size_t page)
+{
+	unsigned long consumer = 0, *producer = (unsigned long *)ring;
+	const struct rr_bpf_ring mapped = { (uintptr_t)&consumer, (uintptr_t)ring, BPF_RING };
+	size_t index, round, found = 0, refused = 0, waited = 0;
+
+	srand(7);
+	for (round = 0; round < 20000; round++) {
+		size_t room = (size_t)rand() % (2 * BPF_RING);
+		unsigned long before;
+		uint8_t *out = malloc(room + 1);
+		int64_t used;
+
+		if (!out)
+			abort();
+		for (index = 0; index < BPF_RING; index += sizeof(uint64_t)) {
+			/* Small lengths, the two bits, now and then anything. */
+			uint32_t length = (uint32_t)rand() % 48, bits = rand() % 4 ? 0 : (uint32_t)(rand() % 4) << 30;
+			uint64_t head = (rand() % 16 ? length | bits : (uint32_t)rand() << 1) | (uint64_t)rand() << 32;
+
+			memcpy(ring + page + index, &head, sizeof(head));
+			memcpy(ring + page + BPF_RING + index, &head, sizeof(head));
+		}
+		consumer = 8 * (unsigned long)rand() - (round % 3 ? 0 : 1ul << 40);
+		consumer += round % 50 ? 0 : (unsigned long)rand() % 8;
+		*producer = consumer + 8 * ((unsigned long)rand() % (BPF_RING / 8 + 2));
+		if (round % 51 == 0)
+			*producer = (unsigned long)rand();
+		before = consumer;
+		used = rr_bpf_ring_take(&mapped, out, room);
+		CHECK(used >= 0 ? (size_t)used <= room && used % 8 == 0 : used == -EBADMSG);
+		CHECK(before == consumer || consumer - before <= BPF_RING);
+		CHECK(before == consumer || *producer - consumer <= BPF_RING);
+		CHECK(rr_bpf_ring_empty(&mapped) == (consumer == *producer));
+		found += used > 0;
+		refused += used < 0;
+		waited += used == 0 && consumer != *producer;
+		free(out);
+	}
+	CHECK(found && refused && waited);
+}
+
+/* On a machine and for a user that may. */
+static void exercise_bpf_live(size_t page)
+{
+	static const uint8_t insns[2][8] = { { 0xb7 }, { 0x95 } }; /* r0 = 0; exit */
+	static const char name[] = "a_name_that_is_too_long";
+	struct rr_bpf_program program = { .name = name, .type = BPF_KPROBE, .insns = insns[0], .count = 2 };
+	int hash = rr_bpf_map(BPF_HASH, sizeof(uint64_t), sizeof(uint64_t), 4, 0, name);
+	int ring = rr_bpf_ring_open((uint32_t)page), loaded;
+	uint64_t key, next, value, seen = 0;
+	struct rr_bpf_ring mapped;
+	char log[4096] = "x";
+	uint8_t out[64];
+
+	loaded = rr_bpf_load(&program, log, sizeof(log));
+	CHECK(!*log);
+	if (hash < 0 || ring < 0 || loaded < 0) {
+		printf("skip bpf: map %d, ring %d, program %d\n", hash, ring, loaded);
+	} else {
+		CHECK(rr_bpf_map_next(hash, NULL, &next) == -ENOENT);
+		for (key = 1; key <= 4; key++) {
+			value = 10 * key;
+			CHECK(rr_bpf_map_get(hash, &key, &next) == -ENOENT);
+			CHECK(rr_bpf_map_set(hash, &key, &value) == 0);
+			CHECK(rr_bpf_map_get(hash, &key, &next) == 0 && next == value);
+		}
+		CHECK(rr_bpf_map_set(hash, &key, &value) == -E2BIG);
+		for (key = 0; !rr_bpf_map_next(hash, key ? &key : NULL, &next); key = next)
+			seen |= 1u << next;
+		CHECK(seen == 0x1e);
+		key = 3;
+		CHECK(rr_bpf_map_unset(hash, &key) == 0 && rr_bpf_map_unset(hash, &key) == -ENOENT);
+		CHECK(rr_bpf_map_get(hash, &key, &value) == -ENOENT);
+		CHECK(rr_bpf_map_next(hash, &key, &next) == 0 && next != 3);
+		CHECK(rr_bpf_ring_map(ring, (uint32_t)page + 8, &mapped) == -EINVAL && !mapped.producer);
+		CHECK(rr_bpf_ring_map(ring, 0, &mapped) == -EINVAL && !mapped.consumer);
+		CHECK(rr_bpf_ring_map(ring, (uint32_t)page, &mapped) == 0 && mapped.bytes == page);
+		CHECK(rr_bpf_ring_take(&mapped, out, sizeof(out)) == 0 && rr_bpf_ring_empty(&mapped) == 1);
+		CHECK(rr_bpf_ring_unmap(&mapped) == 0 && !mapped.producer && !mapped.bytes);
+		CHECK(rr_bpf_attach(loaded) < 0);
+		program.count = 1; /* it runs off its end */
+		CHECK(rr_bpf_load(&program, log, sizeof(log)) == -EINVAL && *log);
+		CHECK(rr_bpf_btf("no_such_module") < 0);
+	}
+	if (hash >= 0)
+		close(hash);
+	if (ring >= 0)
+		close(ring);
+	if (loaded >= 0)
+		close(loaded);
+	CHECK(rr_bpf_ring_open((uint32_t)page + 8) < 0);
+	CHECK(rr_bpf_ring_map(-1, (uint32_t)page, &mapped) == -EBADF && !mapped.producer && !mapped.consumer);
+	CHECK(rr_bpf_map_get(-1, &key, &value) < 0 && rr_bpf_map_next(-1, NULL, &next) < 0);
+	CHECK(rr_bpf_attach(-1) < 0);
+}
+
+static void exercise_bpf(size_t page)
+{
+	uint8_t *ring = malloc(page + (size_t)2 * BPF_RING);
+
+	if (!ring)
+		abort();
+	exercise_bpf_garbage(ring, page);
+	exercise_bpf_live(page);
+	free(ring);
+}
+
 int main(int count, char **arguments)
 {
 	size_t page = (size_t)sysconf(_SC_PAGESIZE);
@@ -360,6 +477,7 @@ int main(int count, char **arguments)
 	setvbuf(stdout, NULL, _IONBF, 0);
 	exercise_memory(page);
 	exercise_ring(page);
+	exercise_bpf(page);
 	if (rr_uprobe_register(0))
 		exercise_uprobe(page);
 	else

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 CSRC = ROOT / "csrc"
 C_TESTS = ROOT / "tests" / "c"
-ROOMS = ("memory", "pin", "iouring", "uprobe", "verbs")
+ROOMS = ("memory", "pin", "iouring", "bpf", "uprobe", "verbs")
 WARNINGS = ["-std=gnu11", "-Wall", "-Wextra", "-Werror"]
 
 

@@ -12,7 +12,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,8 +20,9 @@ from types import SimpleNamespace
 import pytest
 from regrepro._core import ffi, lib
 
-from regrepro.core import uprobes
-from regrepro.core.uprobes import REGISTERS, UserProbes, Zero
+from regrepro.core import bpf, uprobes
+from regrepro.core.bpf_code import RESULT, STACK_END, Code
+from regrepro.core.uprobes import REGISTERS, UserProbes, Zero, attach_to_code, attach_to_function
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 HEAD, TAIL = 1024, 1032  # struct perf_event_mmap_page
@@ -267,7 +268,7 @@ def test_a_kernel_without_bpf_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path:
     pmu = tmp_path / "type"
     pmu.write_text("8\n")
     monkeypatch.setattr(uprobes, "_PMU_TYPE", pmu)
-    monkeypatch.setattr(uprobes, "lib", SimpleNamespace(rr_uprobe_bpf=lambda: -errno.ENOSYS))
+    monkeypatch.setattr(uprobes, "lib", SimpleNamespace(rr_bpf_answer=lambda: -errno.ENOSYS))
     assert "CONFIG_BPF_SYSCALL" in UserProbes.supported()
 
 
@@ -280,7 +281,7 @@ def test_the_kernels_lists_of_cpus_are_read(tmp_path: Path) -> None:
 def raised_limit(limit: int, soft: int, hard: int) -> tuple[bool, tuple[int, int]]:
     """Raise a limit that a child was given. Return whether it says so, and what it has then."""
     code = (
-        "import resource; from regrepro.core.uprobes import _raise_limit; "
+        "import resource; from regrepro.core.bpf import _raise_limit; "
         f"resource.setrlimit({limit}, ({soft}, {hard})); print(_raise_limit({limit}, {hard}), "
         f"*resource.getrlimit({limit}))"
     )
@@ -302,7 +303,8 @@ def test_the_verifiers_words_are_in_the_error(monkeypatch: pytest.MonkeyPatch, t
 
     monkeypatch.setattr(uprobes, "lib", SimpleNamespace(rr_uprobe_program=refuse))
     with pytest.raises(OSError, match=r"verifier says '0: .95. exit R0 !read_'") as caught:
-        UserProbes._load(SimpleNamespace(_rings_map=3, _lost_map=4), 0, "/bin/true", None)  # type: ignore[arg-type]
+        made = SimpleNamespace(_rings_map=3, _counter=SimpleNamespace(fd=4))
+        UserProbes._load(made, 0, "/bin/true", None)  # type: ignore[arg-type]
     assert caught.value.errno == errno.EACCES
 
 
@@ -338,7 +340,7 @@ class Library:
 
     path: Path
     offset: int
-    call: object
+    call: Callable[[float, int], float]
 
 
 @pytest.fixture
@@ -400,6 +402,72 @@ def test_a_live_probe_sees_this_process(library: Library) -> None:
         assert probes.read() == []
         assert probes.fds() == []
     assert descriptors() == before
+
+
+def told(number: int, ring: bpf.Ring) -> bytes:
+    """A program that writes its number and the thread into a ring."""
+    code = Code()
+    code.call(bpf.GET_CURRENT_PID_TGID)
+    code.store(STACK_END, -8, RESULT)
+    code.store_number(STACK_END, -16, number)
+    code.set_map(1, ring.fd)
+    code.stack(2, -16)
+    code.do(3, "=", 16)
+    code.do(4, "=", 0)
+    code.call(bpf.RINGBUF_OUTPUT)
+    code.end()
+    return code.bytes()
+
+
+@needs_kernel
+def test_programs_of_our_own_run_at_the_beginning_and_the_return_of_a_function(library: Library) -> None:
+    before = descriptors()
+    fds: list[int] = []
+    try:
+        with bpf.Ring(PAGE) as ring:
+            for number, at_return in enumerate((False, True)):
+                fds.append(bpf.load_program(told(number, ring), bpf.PROG_KPROBE, "test"))
+                fds.append(attach_to_code(str(library.path), library.offset, fds[-1], at_return=at_return))
+            for _ in range(3):
+                library.call(1.0, 3)
+            poll = select.poll()
+            poll.register(ring.fd, select.POLLIN)
+            assert poll.poll(0)
+            us = os.getpid() << 32 | os.getpid()
+            assert list(ring.take()) == [struct.pack("=QQ", n, us) for n in (0, 1)] * 3
+            assert ring.empty and list(ring.take()) == []
+            os.close(fds.pop())  # the return's
+            library.call(1.0, 3)
+            assert list(ring.take()) == [struct.pack("=QQ", 0, us)]
+    except OSError as error:
+        # A ring is of Linux 5.8, and EINVAL before.
+        assert error.errno in (errno.EACCES, errno.EPERM, errno.EINVAL) and "verifier" not in str(error)
+        pytest.skip(str(error))
+    finally:
+        for fd in fds:
+            os.close(fd)
+    assert descriptors() == before
+
+
+@needs_kernel
+def test_functions_and_files_that_are_not_there_are_said(library: Library) -> None:
+    code = Code()
+    code.end()
+    try:
+        program = bpf.load_program(code.bytes(), bpf.PROG_KPROBE, "test")
+    except OSError as error:
+        assert error.errno in (errno.EACCES, errno.EPERM)
+        pytest.skip(str(error))
+    before = descriptors()
+    with pytest.raises(OSError, match=r"no_such_function|kprobe/type") as caught:  # or the kernel has none
+        attach_to_function("no_such_function", program)
+    assert caught.value.errno == errno.ENOENT
+    with pytest.raises(OSError, match="none"):
+        attach_to_code(str(library.path.parent / "none"), 0, program)
+    with pytest.raises(OSError, match="its BPF program"):
+        attach_to_code(str(library.path), library.offset, -1)
+    assert descriptors() == before
+    os.close(program)
 
 
 @needs_kernel

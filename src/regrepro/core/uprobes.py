@@ -8,34 +8,29 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from regrepro._core import ffi, lib
+from regrepro.core import bpf
+from regrepro.core.bpf import bpf_descriptor, descriptor
 
 _PMU_TYPE = Path("/sys/bus/event_source/devices/uprobe/type")
+_FUNCTIONS_PMU_TYPE = Path("/sys/bus/event_source/devices/kprobe/type")
 _ONLINE = Path("/sys/devices/system/cpu/online")
 _POSSIBLE = Path("/sys/devices/system/cpu/possible")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _STACK_LIMIT = 65528  # the kernel's own, for a record's 16 bits of length
 _LOG_BYTES = 16384  # of the verifier, which writes a line or two for each of the program's instructions
-_ENOTSUPP = 524  # the kernel's, unknown to errno(3)
-_DESCRIPTORS = "RLIMIT_NOFILE allows no more file descriptors"
 _HINTS = {
     errno.EACCES: "it takes CAP_PERFMON, or CAP_SYS_ADMIN",
     errno.EPERM: "it takes CAP_PERFMON, or a container's seccomp profile forbids perf_event_open, "
     "or rings are more memory than RLIMIT_MEMLOCK allows",
-    errno.EMFILE: _DESCRIPTORS,
-    _ENOTSUPP: "the kernel puts no probe on this instruction",
-}
-_BPF_HINTS = {
-    errno.EPERM: "bpf(2) takes CAP_BPF and CAP_PERFMON, or CAP_SYS_ADMIN, or a container's seccomp profile "
-    "or the kernel's lockdown forbids it, or before Linux 5.11 RLIMIT_MEMLOCK allows no more memory",
-    errno.EMFILE: _DESCRIPTORS,
+    errno.EMFILE: bpf.HINTS[errno.EMFILE],
+    bpf.ENOTSUPP: "the kernel puts no probe on this instruction",
 }
 
 
@@ -87,51 +82,19 @@ class _Ring:
     address: int
 
 
-def _failure(code: int, what: str, path: str, hints: dict[int, str] = _HINTS) -> OSError:
-    hint = f" ({hints[code]})" if code in hints else ""
-    said = "Operation not supported" if code == _ENOTSUPP else os.strerror(code)
-    return OSError(code, f"{what}: {said}{hint}", path)
+def _failure(code: int, what: str, on: str, hints: dict[int, str] = _HINTS) -> OSError:
+    return bpf.failure(code, what, on, hints)
 
 
-def _raise_limit(limit: int, hard: int) -> bool:
-    """Raise this process's soft limit to its hard one, or both to `hard`. Return whether it is any more."""
-    before = resource.getrlimit(limit)
-    for wanted in (hard, before[1]):
-        try:
-            resource.setrlimit(limit, (wanted, wanted))
-        except (OSError, ValueError):
-            continue
-        break
-    return resource.getrlimit(limit) != before
-
-
-def _descriptor(call: Callable[[], int]) -> int:
-    """Return what a function that opens a file descriptor does, with as many as the hard limit allows."""
-    fd = call()
-    if fd == -errno.EMFILE and _raise_limit(
-        resource.RLIMIT_NOFILE, resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    ):
-        fd = call()
-    return fd
-
-
-def _bpf(call: Callable[[], int]) -> int:
-    """`_descriptor` for maps and programs.
-
-    Before Linux 5.11 they count for RLIMIT_MEMLOCK, as do all the rings of this user (user->locked_vm in
-    bpf_map_charge_init(), kernel/bpf/syscall.c, and in perf_mmap(), kernel/events/core.c): on a large node
-    more than a hard limit of 64 KiB, so it goes too where CAP_SYS_RESOURCE allows that.
-    """
-    fd = _descriptor(call)
-    if fd == -errno.EPERM and _raise_limit(resource.RLIMIT_MEMLOCK, resource.RLIM_INFINITY):
-        fd = _descriptor(call)
-    return fd
+def _word(number: int) -> Any:
+    """Return a pointer to a number of 4 bytes."""
+    return ffi.new("uint32_t *", number)
 
 
 def _read(file: Path) -> str:
-    fd = _descriptor(lambda: _open(str(file), os.O_RDONLY))
+    fd = descriptor(lambda: _open(str(file), os.O_RDONLY))
     if fd < 0:
-        raise _failure(-fd, "what the kernel says of uprobes", str(file))
+        raise _failure(-fd, "what the kernel says of probes", str(file))
     try:
         return os.read(fd, _PAGE).decode("ascii").strip()
     finally:
@@ -159,6 +122,45 @@ def online_cpus() -> list[int]:
     return _cpus(_ONLINE)
 
 
+def registers_in_context() -> dict[str, int]:
+    """Return where the context of a program of PROG_KPROBE has each register, bytes."""
+    return {name: int(lib.rr_uprobe_context(index)) for index, name in enumerate(REGISTERS)}
+
+
+def attach_to_function(function: str, program: int, *, at_return: bool = False) -> int:
+    """Run a program of PROG_KPROBE when a function of the kernel begins, or returns; on all CPUs, as long as
+    the descriptor that this returns is open. Raises OSError; ENOENT too where this kernel has no kprobes.
+    """
+    return _attach(_FUNCTIONS_PMU_TYPE, function, 0, program, at_return=at_return)
+
+
+def attach_to_code(path: str, offset: int, program: int, *, at_return: bool = False) -> int:
+    """Run a program of PROG_KPROBE when a function begins, or returns, that lies at `offset` of a file, in
+    every process; as long as the descriptor that this returns is open. Raises OSError.
+    """
+    return _attach(_PMU_TYPE, path, offset, program, at_return=at_return)
+
+
+def _attach(
+    pmu: Path, name: str, offset: int, program: int, *, at_return: bool = False, shown: str = ""
+) -> int:
+    """An event stays in force when its CPU goes offline, but can be opened only on one that is online."""
+    kind, told = int(_read(pmu)), name.encode()
+    fd = -errno.ENODEV
+    for cpu in online_cpus():
+        fd = descriptor(lambda cpu=cpu: int(lib.rr_uprobe_open(kind, at_return, told, offset, cpu)))  # type: ignore[misc]
+        if fd != -errno.ENODEV:
+            break
+    if fd < 0:
+        what = f"a uprobe at byte {offset:#x}" if pmu is _PMU_TYPE else "a kprobe"
+        raise _failure(-fd, what, shown or name)
+    status = lib.rr_uprobe_start(fd, program)
+    if status:
+        os.close(fd)
+        raise _failure(-status, "giving a probe its BPF program", shown or name)
+    return fd
+
+
 class UserProbes:
     """Uprobes in every process of the node, and their hits.
 
@@ -173,11 +175,10 @@ class UserProbes:
     """
 
     __slots__ = (
+        "_counter",
         "_events",
         "_hits",
         "_lost",
-        "_lost_address",
-        "_lost_map",
         "_next",
         "_ring_pages",
         "_rings",
@@ -206,9 +207,8 @@ class UserProbes:
         self._tally = ffi.new("struct rr_uprobe_tally *")
         self._rings: dict[int, _Ring] = {}
         self._rings_map = -1
-        self._lost_map = -1
-        self._lost_address = 0
-        self._lost = 0  # of maps that are closed
+        self._counter: bpf.Counter | None = None
+        self._lost = 0  # of counters that are closed
         self._events: dict[int, int] = {}  # probe → descriptor
         self._waiting: list[Hit] = []
         self._next = 0
@@ -220,7 +220,7 @@ class UserProbes:
             return f"the registers of {os.uname().machine} are not known here"
         if not _PMU_TYPE.exists():
             return f"this kernel has no uprobes for perf (CONFIG_UPROBE_EVENTS: {_PMU_TYPE} is missing)"
-        if lib.rr_uprobe_bpf() == -errno.ENOSYS:
+        if lib.rr_bpf_answer() == -errno.ENOSYS:
             return "this kernel has no bpf(2) (CONFIG_BPF_SYSCALL)"
         return ""
 
@@ -245,7 +245,7 @@ class UserProbes:
             raise OSError(errno.ENOSYS, why_not, name)
         number = self._next
         self._next += 1
-        file = _descriptor(lambda: _open(name, os.O_PATH))
+        file = descriptor(lambda: _open(name, os.O_PATH))
         if file < 0:
             raise _failure(-file, "a uprobe's file", name)
         try:
@@ -275,22 +275,15 @@ class UserProbes:
             return
         cpus = _cpus(_POSSIBLE)[-1] + 1
         # One after the other, so that an error leaves what there is to `_close_rings`.
-        self._rings_map = _bpf(lambda: int(lib.rr_uprobe_rings_open(cpus)))
+        self._rings_map = bpf_descriptor(lambda: int(lib.rr_uprobe_rings_open(cpus)))
         if self._rings_map < 0:
-            raise _failure(-self._rings_map, "bpf's map of the rings", path, _BPF_HINTS)
-        self._lost_map = _bpf(lambda: int(lib.rr_uprobe_lost_open()))
-        if self._lost_map < 0:
-            raise _failure(-self._lost_map, "bpf's map of lost hits", path, _BPF_HINTS)
-        address = ffi.new("uintptr_t *")
-        status = lib.rr_uprobe_lost_map(self._lost_map, address)
-        if status:
-            raise _failure(-status, "mapping bpf's map of lost hits", path)
-        self._lost_address = int(address[0])
+            raise _failure(-self._rings_map, "bpf's map of the rings", path, bpf.HINTS)
+        self._counter = bpf.Counter("regrepro_lost")
         for cpu in online_cpus():
             self._open_ring(cpu, path)
 
     def _open_ring(self, cpu: int, path: str) -> None:
-        fd = _descriptor(lambda: int(lib.rr_uprobe_ring_open(cpu, self._stack_bytes)))
+        fd = descriptor(lambda: int(lib.rr_uprobe_ring_open(cpu, self._stack_bytes)))
         if fd == -errno.ENODEV:
             return  # it went offline just now
         if fd < 0:
@@ -302,23 +295,16 @@ class UserProbes:
             raise _failure(-status, f"mapping the ring of CPU {cpu} ({self._ring_pages + 1} pages)", path)
         ring = _Ring(fd, int(address[0]))
         # Only now that it is mapped: what is sent to a ring without memory is counted by nobody.
-        status = lib.rr_uprobe_rings_set(self._rings_map, cpu, fd)
+        status = lib.rr_bpf_map_set(self._rings_map, _word(cpu), _word(fd))
         if status:
             self._close_ring(ring)
-            raise _failure(-status, f"putting the ring of CPU {cpu} into bpf's map", path, _BPF_HINTS)
+            raise _failure(-status, f"putting the ring of CPU {cpu} into bpf's map", path, bpf.HINTS)
         self._rings[cpu] = ring
 
     def _open_event(self, number: int, file: int, offset: int, path: str, zero: Zero | None) -> int:
         program = self._load(number, path, zero)
         try:
-            fd = self._open_on_any_cpu(file, offset)
-            if fd < 0:
-                raise _failure(-fd, f"a uprobe at byte {offset:#x}", path)
-            status = lib.rr_uprobe_start(fd, program)
-            if status:
-                os.close(fd)
-                raise _failure(-status, "giving a uprobe its BPF program", path)
-            return fd
+            return _attach(_PMU_TYPE, f"/proc/self/fd/{file}", offset, program, shown=path)
         finally:
             os.close(program)
 
@@ -328,24 +314,16 @@ class UserProbes:
         if zero is not None:
             condition.reg = REGISTERS.index(zero.register) if zero.register else -1
             condition.offset, condition.size = zero.offset, zero.size
-        maps = self._rings_map, self._lost_map
-        program = _bpf(lambda: int(lib.rr_uprobe_program(number, *maps, condition, log, _LOG_BYTES)))
+        assert self._counter is not None
+        maps = self._rings_map, self._counter.fd
+        program = bpf_descriptor(
+            lambda: int(lib.rr_uprobe_program(number, *maps, condition, log, _LOG_BYTES))
+        )
         if program < 0:
             words = " ".join(ffi.string(log).decode("utf-8", "replace").split())
             what = "a uprobe's BPF program" + (f", of which the verifier says {words!r}" if words else "")
-            raise _failure(-program, what, path, _BPF_HINTS)
+            raise _failure(-program, what, path, bpf.HINTS)
         return program
-
-    def _open_on_any_cpu(self, file: int, offset: int) -> int:
-        """An event stays in force when its CPU goes offline, but can be opened only on one that is online."""
-        kind = int(_read(_PMU_TYPE))
-        name = f"/proc/self/fd/{file}".encode()
-        fd = -errno.ENODEV
-        for cpu in online_cpus():
-            fd = _descriptor(lambda cpu=cpu: int(lib.rr_uprobe_open(kind, name, offset, cpu)))  # type: ignore[misc]
-            if fd != -errno.ENODEV:
-                break
-        return fd
 
     def remove(self, probe: int) -> None:
         """Take a probe away; hits of it that were not read yet are still read. Raises KeyError.
@@ -410,7 +388,7 @@ class UserProbes:
         (bpf_prog_active: trace_call_bpf() in kernel/trace/bpf_trace.c); so it can only where such a call can
         be preempted, in kernels with CONFIG_PREEMPT since 5.11.
         """
-        return self._lost + (int(lib.rr_uprobe_lost(self._lost_address)) if self._lost_address else 0)
+        return self._lost + (self._counter.value if self._counter is not None else 0)
 
     @property
     def foreign(self) -> int:
@@ -444,7 +422,7 @@ class UserProbes:
 
     def _leave_cpu(self, cpu: int) -> None:
         ring = self._rings.pop(cpu)
-        lib.rr_uprobe_rings_unset(self._rings_map, cpu)
+        lib.rr_bpf_map_unset(self._rings_map, _word(cpu))
         self._waiting += self._drain(ring)
         self._close_ring(ring)
 
@@ -458,13 +436,10 @@ class UserProbes:
         if self._rings_map >= 0:
             os.close(self._rings_map)
         self._rings_map = -1
-        if self._lost_address:
+        if self._counter is not None:
             self._lost = self.lost
-            lib.rr_uprobe_lost_unmap(self._lost_address)
-        self._lost_address = 0
-        if self._lost_map >= 0:
-            os.close(self._lost_map)
-        self._lost_map = -1
+            self._counter.close()
+        self._counter = None
 
     def close(self) -> None:
         """Take all probes away; hits that were not read are gone. Again does nothing."""
