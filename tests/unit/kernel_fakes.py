@@ -15,6 +15,7 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 PAGE_SHIFT = PAGE.bit_length() - 1
 
 INT, PTR, ARRAY, STRUCT, UNION, ENUM, TYPEDEF, CONST, ENUM64 = 1, 2, 3, 4, 5, 6, 8, 10, 19
+FUNC, FUNC_PROTO = 12, 13
 
 
 class BtfWriter:
@@ -83,6 +84,12 @@ class BtfWriter:
             for key, value in values.items()
         )
         return self._type(name, ENUM64, len(values), 8, raw)
+
+    def function(self, name: str, parameters: dict[str, int], returns: int = 0) -> int:
+        """A function of (name → type) that are its parameters, behind its prototype."""
+        raw = b"".join(struct.pack("=II", self._name(key), kind) for key, kind in parameters.items())
+        prototype = self._type("", FUNC_PROTO, len(parameters), returns, raw)
+        return self._type(name, FUNC, 1, prototype)
 
     def marks(self) -> tuple[int, int]:
         """Where types and strings end by now: what comes is a module's."""

@@ -71,6 +71,46 @@ def test_kallsyms() -> None:
     assert found == {"mem_section": 0xFFFFFFFF8F1F0040, "_text": 0xFFFFFFFF81000000}
 
 
+def test_addresses_have_the_name_of_the_function_that_they_lie_in(tmp_path: Path) -> None:
+    file = tmp_path / "kallsyms"
+    file.write_text(
+        "0000000000000000 A fixed_percpu_data\n"
+        "ffffffff81000000 T _text\n"
+        "ffffffffc0001000 t in_module\t[module]\n"  # not in their order
+        "ffffffff810000a0 t second\n"
+        "ffffffff9ABCDEF0 t last_of_kernel\n"
+        "0000000000000000 d hidden\n"
+    )
+    expected = {
+        0xFFFFFFFF81000000: "_text+0",
+        0xFFFFFFFF8100009F: "_text+159",
+        0xFFFFFFFF810000A0: "second+0",
+        0xFFFFFFFF9ABCDEF8: "last_of_kernel+8",
+        0xFFFFFFFFC0001010: "in_module+16",
+        (1 << 64) - 1: "in_module+1073737727",
+    }
+    assert kallsyms.names_of([*expected, 0, 0x7F0000000000, 0xFFFFFFFF80FFFFFF], file) == expected
+    assert kallsyms.names_of([], file) == {}
+
+
+@pytest.mark.parametrize("text", ["", "\n", "0000000000000000 T _text\n0000000000000000 T second\n"])
+def test_a_kernel_that_hides_its_addresses_names_none(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "kallsyms"
+    file.write_text(text)
+    assert kallsyms.names_of([0, 1, 0xFFFFFFFF81000000], file) == {}
+    with pytest.raises(OSError, match="none"):
+        kallsyms.names_of([1], tmp_path / "none")
+
+
+def test_addresses_of_32_bits_have_names_too(tmp_path: Path) -> None:
+    file = tmp_path / "kallsyms"
+    file.write_text("c0008000 T _text\nc0008100 T second\n")
+    assert kallsyms.names_of([0xC0008004, 0xC0008104], file) == {
+        0xC0008004: "_text+4",
+        0xC0008104: "second+4",
+    }
+
+
 SYMBOLS = [
     ("_text", 0xFFFFFFFF81000000),
     ("init_uts_ns", 0xFFFFFFFF82000040),

@@ -11,6 +11,8 @@ import struct
 from collections.abc import Iterable
 from pathlib import Path
 
+import numpy as np
+
 from regrepro._core import ffi, lib
 from regrepro.kernel.kcore import Kcore, KcoreError
 
@@ -49,6 +51,39 @@ def find_in(text: bytes, names: Iterable[str]) -> dict[str, int]:
         if address:
             found[name] = address
     return found
+
+
+def names_of(addresses: Iterable[int], kallsyms: Path = KALLSYMS) -> dict[int, str]:
+    """Return by address the function that it lies in, as NAME+OFFSET (bytes), of the kernel or a module.
+
+    An address is missing where the kernel says nothing of it, or hides addresses. Raises OSError.
+    """
+    text = kallsyms.read_bytes()
+    width = text.find(b" ")  # each line begins with an address of as many digits as a pointer has
+    if width <= 0:
+        return {}
+    starts = np.flatnonzero(np.frombuffer(text, np.uint8) == ord("\n"))[:-1] + 1
+    starts = np.concatenate(([0], starts)).astype(np.int64)
+    digits = np.frombuffer(text, np.uint8)[starts[:, None] + np.arange(width)]
+    values = (digits & 0xF) + np.where(digits > ord("9"), 9, 0).astype(np.uint8)
+    known = np.zeros(len(starts), np.uint64)
+    for column in values.T:
+        known = known << np.uint64(4) | column.astype(np.uint64)
+    order = np.argsort(known, kind="stable")
+    known = known[order]
+    found = {}
+    for address in addresses:
+        place = int(np.searchsorted(known, np.uint64(address), "right")) - 1
+        if place < 0 or not known[place]:
+            continue
+        line = _line(text, int(starts[order[place]]))
+        found[address] = f"{line.split()[2].decode()}+{address - int(known[place])}"
+    return found
+
+
+def _line(text: bytes, start: int) -> bytes:
+    end = text.find(b"\n", start)
+    return text[start : end if end >= 0 else len(text)]
 
 
 def find_in_kcore(kcore: Kcore, names: list[str]) -> dict[str, int] | None:
