@@ -53,8 +53,8 @@ VERBS_PACKAGES=(ibverbs-providers libibverbs1 python3-pyverbs)
 lab_packages() {
 	echo "$(qemu_package)" busybox-static file kmod iproute2 udev apt dpkg libarchive-tools zstd debian-archive-keyring
 }
-# What the checks of scripts/test and the baselines of scripts/bench need; bpftrace is what `regrepro watch` runs, in the
-# guest too, and beside it the lab's tests run programs of others.
+# What the checks of scripts/test and the baselines of scripts/bench need; bpftrace is what `regrepro watch` runs on
+# old kernels, in the guest too, and beside it the lab's tests run programs of others.
 LINT_PACKAGES=(cppcheck shellcheck)
 WATCH_PACKAGES=(bpftrace)
 OTHERS_PACKAGES=(ibverbs-utils perftest systemd)

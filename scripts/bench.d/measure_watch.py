@@ -9,6 +9,7 @@ import statistics
 import subprocess
 import sys
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from measuring import Paced, Row, Work, measurement
@@ -21,13 +22,17 @@ READY_SECONDS, IDLE_SECONDS = 180.0, 10.0
 
 
 class Watching:
-    """A running watch, ready."""
+    """A running watch, ready. `engine`: what is to follow the kernel. `ready`: seconds that it took."""
 
-    def __init__(self, out: Path) -> None:
+    def __init__(self, out: Path, engine: str) -> None:
+        begin = time.monotonic()
         self._log = out.with_suffix(".log")
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "regrepro", "watch", "--quiet", "--out", str(out)],
+                [
+                    *(sys.executable, "-m", "regrepro", "watch", "--quiet"),
+                    *("--out", str(out), "--engine", engine),
+                ],
                 stdin=subprocess.DEVNULL,
                 stderr=log,
             )
@@ -36,6 +41,7 @@ class Watching:
             if self._process.poll() is not None or time.monotonic() > deadline:
                 raise SystemExit(f"bench: watch did not start: {self._log.read_text()}")
             time.sleep(0.1)
+        self.ready = time.monotonic() - begin
 
     def processes(self) -> list[Path]:
         """Return /proc entries of watch and its bpftrace."""
@@ -61,11 +67,20 @@ class Watching:
         self._process.wait()
 
 
+@dataclass
+class Cost:
+    """What one engine cost, a value for each time that it was started."""
+
+    loops: dict[int, list[tuple[float, float]]] = field(default_factory=lambda: {SMALL: [], LARGE: []})
+    idle: list[float] = field(default_factory=list)
+    memory: list[float] = field(default_factory=list)
+    ready: list[float] = field(default_factory=list)
+
+
 @measurement("registrations that succeed beside `watch`, its idle time and its memory", where="guest")
 def watch(work: Work) -> list[Row]:
-    """Time loops in C with watch and without, by turns."""
-    pairs: dict[int, list[tuple[float, float]]] = {SMALL: [], LARGE: []}
-    idle, memory = [], []
+    """Time loops in C with watch and without, by turns: by its own BPF programs, and by bpftrace."""
+    costs = {"bpf": Cost(), "bpftrace": Cost()}
     with Paced(work) as paced:
 
         def loop(length: int) -> float:
@@ -74,23 +89,36 @@ def watch(work: Work) -> list[Row]:
 
         bare = {length: loop(length) for length in COUNTS}
         for number in range(max(2, work.rounds // 2)):
-            watching = Watching(Path("/run") / f"regrepro-bench-watch-{number}")
-            try:
-                before = watching.cpu_seconds()
-                time.sleep(IDLE_SECONDS)
-                idle.append((watching.cpu_seconds() - before) / IDLE_SECONDS * 100)
-                memory.append(watching.memory() / (1 << 20))
-                beside = {length: loop(length) for length in COUNTS}
-            finally:
-                watching.stop()
-            after = {length: loop(length) for length in COUNTS}
-            for length in COUNTS:
-                pairs[length].append((beside[length], (bare[length] + after[length]) / 2))
-            bare = after
-        rows = [
-            paced.row(f"registering {size} in C beside watch / without", pairs[length], BOUNDS[length])
-            for length, size in ((SMALL, "one page"), (LARGE, "64 MiB"))
-        ]
-    rows.append(Row("watch, idle", statistics.median(idle), unit="% of a core", bound=1.0))
-    rows.append(Row("memory of watch", max(memory), unit="MiB", bound=200.0))
+            for engine, cost in costs.items():
+                watching = Watching(Path("/run") / f"regrepro-bench-{engine}-{number}", engine)
+                try:
+                    before = watching.cpu_seconds()
+                    time.sleep(IDLE_SECONDS)
+                    cost.idle.append((watching.cpu_seconds() - before) / IDLE_SECONDS * 100)
+                    cost.memory.append(watching.memory() / (1 << 20))
+                    cost.ready.append(watching.ready)
+                    beside = {length: loop(length) for length in COUNTS}
+                finally:
+                    watching.stop()
+                after = {length: loop(length) for length in COUNTS}
+                for length in COUNTS:
+                    cost.loops[length].append((beside[length], (bare[length] + after[length]) / 2))
+                bare = after
+        return [row for engine, cost in costs.items() for row in _rows(paced, engine, cost)]
+
+
+def _rows(paced: Paced, engine: str, cost: Cost) -> list[Row]:
+    """Return the rows of one engine; bounds are for the one that is used where it can be."""
+    what, bounds = "watch", {**BOUNDS, "idle": 1.0, "memory": 200.0}
+    if engine != "bpf":
+        what, bounds = f"watch --engine {engine}", {}
+    rows = [
+        paced.row(f"registering {size} in C beside {what} / without", cost.loops[length], bounds.get(length))
+        for length, size in ((SMALL, "one page"), (LARGE, "64 MiB"))
+    ]
+    rows.append(
+        Row(f"{what}, idle", statistics.median(cost.idle), unit="% of a core", bound=bounds.get("idle"))
+    )
+    rows.append(Row(f"memory of {what}", max(cost.memory), unit="MiB", bound=bounds.get("memory")))
+    rows.append(Row(f"{what} until it is ready", statistics.median(cost.ready), unit="s"))
     return rows

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import guest_bpf
 import guest_device
 from guest_kernel import check, results
 
@@ -49,8 +50,9 @@ def until(true: Callable[[], object], seconds: float) -> bool:
     return True
 
 
-def bpftraces() -> str:
-    return run("pgrep", "-a", "bpftrace")[1]
+def left() -> str:
+    """What follows the kernel, by whomever."""
+    return run("pgrep", "-a", "bpftrace")[1] + " ".join(map(str, sorted(guest_bpf.programs())))
 
 
 def errnos() -> list[str]:
@@ -78,6 +80,7 @@ def main() -> int:
     ready = until(lambda: "watching:" in journal() or shown("ActiveState") != "active", READY_SECONDS)
     check("it comes to watch", ready and "watching:" in journal(), journal()[-300:])
     pid = shown("MainPID")
+    check("it follows the kernel", bool(left()), left())
     status = Path(f"/proc/{pid}/status").read_text()
     effective = re.search(r"^CapEff:\s+(\w+)", status, re.M)
     has = decode_capabilities(int(effective[1], 16)) if effective else []
@@ -103,8 +106,8 @@ def main() -> int:
     check("and goes on", shown("ActiveState") == "active")
 
     run("kill", "-9", pid)
-    gone = until(lambda: not bpftraces(), 20)
-    check("kill -9: no bpftrace is left", gone, bpftraces())
+    gone = until(lambda: not left(), 20)
+    check("kill -9: neither bpftrace nor a BPF program is left", gone, left())
     check("and systemd will start it anew", shown("ActiveState") == "activating", shown("ActiveState"))
     run("systemctl", "stop", UNIT)
     code, said = run("sh", str(PROLOG))
@@ -114,8 +117,8 @@ def main() -> int:
     ended = [shown(what) for what in ("ActiveState", "Result", "ExecMainStatus")]
     check(
         "it stops cleanly",
-        ended == ["inactive", "success", "0"] and not bpftraces(),
-        f"{ended} {bpftraces()}",
+        ended == ["inactive", "success", "0"] and not left(),
+        f"{ended} {left()}",
     )
     for line in journal().splitlines():
         print(f"# {line[:300]}")

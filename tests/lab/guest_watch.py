@@ -1,9 +1,10 @@
 """`regrepro watch` against a real kernel. Run as root in a lab guest; prints TAP.
 
-`python tests/lab/guest_watch.py [--expect-refusal yes|no] [--kprobes] [--rates N,N] [--keep DIR]`: with `yes`
-(the default) the kernel must refuse to register pages that are pinned in unpinnable memory; the guest needs
-such memory that anonymous memory lands in (`movablecore=512M`). `--kprobes` follows the kernel without
-trampolines; `--rates` are failures a second. Exit code 0 when every line is `ok`, else 1.
+`python tests/lab/guest_watch.py [--expect-refusal yes|no] [--engine bpf|bpftrace|kprobes] [--rates N,N]
+[--keep DIR]`: with `yes` (the default) the kernel must refuse to register pages that are pinned in unpinnable
+memory; the guest needs such memory that anonymous memory lands in (`movablecore=512M`). The engine is `bpf`
+unless another is named; `kprobes` is bpftrace without trampolines. `--rates` are failures a second. Exit code
+0 when every line is `ok`, else 1.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import guest_bpf
 import guest_programs
 from guest_device import device
 from guest_tap import check, results
@@ -520,6 +522,13 @@ def flood(watcher: Watcher, name: str, metrics: Path, rates: list[int]) -> None:
     check("and each is counted under its layer", 'layer="not-judged"' not in metrics.read_text())
 
 
+def loaded_later(watcher: Watcher) -> None:
+    """A driver comes while watch runs."""
+    subprocess.run(["modprobe", "mlx5_ib"], check=True)
+    said = watcher.said("mlx5_ib_reg_user_mr", 40)
+    check("a driver that is loaded later is followed, too", said, watcher.log.read_text()[-300:])
+
+
 def one_at_a_time(scratch: Path, watcher: Watcher) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "regrepro", "watch", "--out", str(scratch / "second")],
@@ -558,9 +567,10 @@ def rotates(watcher: Watcher) -> None:
         )
 
 
-def killed(watcher: Watcher, name: str) -> None:
+def killed(watcher: Watcher, name: str, before: set[int], engine: str) -> None:
     engines = watcher.engine()
-    check("watch has one bpftrace", len(engines) == 1, str(engines))
+    check(f"watch has {'no' if engine == 'bpf' else 'one'} bpftrace", len(engines) == (engine != "bpf"))
+    check("its BPF programs are seen", bool(guest_bpf.programs() - before), f"{len(before)} before")
     kept = {}
     for pid in (watcher.process.pid, *engines):
         found = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
@@ -589,12 +599,15 @@ def killed(watcher: Watcher, name: str) -> None:
         not alive,
         f"{alive} after {60 - deadline + time.monotonic():.0f} s",
     )
+    while guest_bpf.programs() - before and time.monotonic() < deadline:
+        time.sleep(0.2)
+    check("kill -9: no BPF program stays", not guest_bpf.programs() - before)
     newest = max(watcher.out.iterdir())
     problems = [text for text in read_record(newest).problems if "run-end" not in text]
     check("kill -9: the record is whole", not problems, str(problems))
 
 
-def stops(scratch: Path, arguments: list[str]) -> None:
+def stops(scratch: Path, arguments: list[str], before: set[int]) -> None:
     watcher = Watcher(scratch / "after", *arguments)
     check("it starts again after kill -9", watcher.said("watching:"), watcher.log.read_text()[-300:])
     left = list(Path("/run/regrepro").glob("*.json")) if Path("/run/regrepro").exists() else []
@@ -603,6 +616,8 @@ def stops(scratch: Path, arguments: list[str]) -> None:
     watcher.process.send_signal(signal.SIGTERM)
     check("SIGTERM: it ends with 0", watcher.process.wait(60) == 0)
     check("SIGTERM: bpftrace is gone", not [pid for pid in engines if start_time(pid) is not None])
+    time.sleep(1)
+    check("SIGTERM: no BPF program stays", not guest_bpf.programs() - before)
     check("SIGTERM: no journal stays", not list(Path("/run/regrepro").glob("*.json")))
     check("SIGTERM: the record is complete", not read_record(max(watcher.out.iterdir())).problems)
 
@@ -610,7 +625,7 @@ def stops(scratch: Path, arguments: list[str]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--expect-refusal", choices=["yes", "no"], default="yes")
-    parser.add_argument("--kprobes", action="store_true")
+    parser.add_argument("--engine", choices=["bpf", "bpftrace", "kprobes"], default="bpf")
     parser.add_argument("--rates", default=RATES)
     parser.add_argument("--keep", type=Path)
     given = parser.parse_args()
@@ -619,7 +634,13 @@ def main() -> int:
     scratch = given.keep or Path(tempfile.mkdtemp(prefix="regrepro-watch-"))
     scratch.mkdir(parents=True, exist_ok=True)
     metrics = scratch / "watch.prom"
-    arguments = ["--pins", "all", *(["--no-trampolines"] if given.kprobes else [])]
+    engine = {
+        "bpf": [],
+        "bpftrace": ["--engine", "bpftrace"],
+        "kprobes": ["--no-trampolines"],
+    }
+    arguments = ["--pins", "all", *engine[given.engine]]
+    programs = guest_bpf.programs()
     watcher = Watcher(
         scratch / "watch", *arguments, "--metrics", str(metrics), "--registrations", "--each", "20"
     )
@@ -627,6 +648,9 @@ def main() -> int:
         begin = time.monotonic()
         if not check("it watches", watcher.said("watching:"), watcher.log.read_text()[-400:]):
             return 1
+        shown = re.search(r"probes of (\S+)", watcher.log.read_text())
+        wanted = "bpf" if given.engine == "bpf" else "bpftrace"
+        check(f"it watches by {wanted}", shown is not None and shown[1].rstrip(");") == wanted, str(shown))
         print(f"# it took {time.monotonic() - begin:.0f} s to be ready", flush=True)
         successes(watcher, name)
         held(watcher, name, refusal)
@@ -639,11 +663,13 @@ def main() -> int:
         beside = guest_programs.Beside(watcher, name, scratch, check, events_of, BAD, ACCESS)
         beside.others()
         beside.containers()
+        if given.engine == "bpf":
+            loaded_later(watcher)
         one_at_a_time(scratch, watcher)
         rotates(watcher)
         flood(watcher, name, metrics, [int(rate) for rate in given.rates.split(",")])
-        killed(watcher, name)
-        stops(scratch, arguments)
+        killed(watcher, name, programs, given.engine)
+        stops(scratch, arguments, programs)
     finally:
         if watcher.process.poll() is None:
             watcher.process.kill()

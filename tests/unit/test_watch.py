@@ -12,10 +12,12 @@ from typing import Any
 
 import jsonschema
 import pytest
+from kernel_fakes import BtfWriter
 
 import regrepro
 from regrepro.errors import EnvironmentProblem
 from regrepro.judge import exit_code, judge_record
+from regrepro.kernel.btf import Signature
 from regrepro.kernel.leftovers import Journal
 from regrepro.kernel.trace_flags import FlagNames
 from regrepro.kernel.trace_probes import Returns
@@ -23,7 +25,7 @@ from regrepro.record import Record, read_record
 from regrepro.watch import copies, engine, process, watch
 from regrepro.watch.events import Correlator, Failure, LibraryWord
 from regrepro.watch.evidence import Evidence, Observer, modules_of, record_events
-from regrepro.watch.functions import Function, Functions, read_symbols
+from regrepro.watch.functions import BtfFunctions, Function, Functions, find_functions, read_symbols
 from regrepro.watch.limiter import Limiter
 from regrepro.watch.lock import Lock
 from regrepro.watch.metrics import Metrics
@@ -32,6 +34,7 @@ from regrepro.watch.process import Process
 from regrepro.watch.program import (
     REQUESTS,
     Dialect,
+    Layout,
     Library,
     PageOffsets,
     Program,
@@ -40,7 +43,7 @@ from regrepro.watch.program import (
     attribute_index,
     make_program,
 )
-from regrepro.watch.registrations import Account
+from regrepro.watch.registrations import KEY, NO_SIZE, SIZE_KEY, Account
 from regrepro.watch.watch import Options, Watch
 
 REG = ("ibpd", "start", "length", "iova", "access", "udata")
@@ -248,6 +251,56 @@ def test_symbols_are_found_with_their_module_and_only_if_they_are_one() -> None:
     )
     names = ["twice", "pin_user_pages", "ib_uverbs_reg_mr", "data", "absent"]
     assert read_symbols(text, names) == {"pin_user_pages": "", "ib_uverbs_reg_mr": "ib_uverbs"}
+
+
+def test_signatures_are_those_of_the_kernel_and_of_each_module(tmp_path: Path) -> None:
+    writer = BtfWriter()
+    long = writer.integer("long", 8)
+    pin = writer.function("pin_user_pages", {"start": long, "nr_pages": long})
+    (tmp_path / "vmlinux").write_bytes(writer.blob())
+    types, strings = writer.marks()
+    ids = {}
+    for module, function in (("rdma_rxe", "rxe_reg_user_mr"), ("ib_uverbs", "ib_uverbs_reg_mr")):
+        split = BtfWriter()
+        split._types, split._strings, split._count = writer._types, writer._strings, writer._count
+        ids[module] = split.function(function, {"attrs": long})
+        (tmp_path / module).write_bytes(split.blob(types, strings))
+    (tmp_path / "damaged").write_bytes(b"none")
+    btf = BtfFunctions(tmp_path)
+    for _ in range(2):
+        assert btf.function("pin_user_pages", "") == Signature(pin, ("start", "nr_pages"))
+        assert btf.function("rxe_reg_user_mr", "rdma_rxe") == Signature(ids["rdma_rxe"], ("attrs",))
+        assert btf.function("ib_uverbs_reg_mr", "ib_uverbs") == Signature(ids["ib_uverbs"], ("attrs",))
+    assert (
+        btf.function("rxe_reg_user_mr", "") is None and btf.function("rxe_reg_user_mr", "ib_uverbs") is None
+    )
+    assert btf.function("pin_user_pages", "damaged") is None and btf.function("x", "missing") is None
+    empty = BtfFunctions(tmp_path / "nowhere")
+    assert empty.kernel is None and empty.function("pin_user_pages", "") is None
+    assert empty.function("rxe_reg_user_mr", "rdma_rxe") is None
+
+
+def test_functions_with_a_type_are_followed_by_trampolines(tmp_path: Path) -> None:
+    writer = BtfWriter()
+    long = writer.integer("long", 8)
+    many = {f"p{number}": long for number in range(7)}
+    ids = {
+        "pin_user_pages": writer.function("pin_user_pages", {"start": long}),
+        "migrate_pages": writer.function("migrate_pages", many),
+    }
+    (tmp_path / "vmlinux").write_bytes(writer.blob())
+    text = b"".join(b"0 T " + name + b"\n" for name in (b"pin_user_pages", b"migrate_pages", b"dma_buf_get"))
+    btf = BtfFunctions(tmp_path)
+    found = find_functions(btf, text, {})
+    assert found.pins == [
+        Function("pin_user_pages", "", ("start",), Returns.LONG, ids["pin_user_pages"]),
+    ]
+    assert found.plain_pins == found.pins
+    assert found.migrate == Function("migrate_pages", "", tuple(many), type_id=ids["migrate_pages"])
+    assert not found.migrate.by_trampoline  # bpftrace has none for so many
+    assert found.inner == [Function("dma_buf_get", "", None, Returns.POINTER)]
+    by_kprobes = find_functions(btf, text, {}, trampolines=False)
+    assert all(item.parameters is None and item.type_id == 0 for item in by_kprobes.all())
 
 
 # Lines → failures
@@ -759,6 +812,26 @@ def test_the_account_adds_what_the_kernel_counted() -> None:
     assert told["registrations"][0]["comm"] == "app,x" and told["sizes"][0]["buckets"] == [[4096, 6]]
 
 
+def test_the_account_adds_what_our_own_programs_counted() -> None:
+    account = Account()
+    names = ["rxe_reg_user_mr", "mlx5_ib_reg_user_mr_dmabuf"]
+    host = KEY.pack(0, 1, 42, 0, "é app".encode()[:15])
+    dmabuf = KEY.pack(1, 2, 43, 0, b"x" * 16)
+    account.take_counted({}, {}, names)
+    assert not account.changed
+    account.take_counted({host: (3, 12288)}, {SIZE_KEY.pack(0, 1, 12): 3}, names)
+    rows, sizes = {host: (1, 0), dmabuf: (2, 8192)}, {SIZE_KEY.pack(0, 1, 12): 1}
+    account.take_counted(rows, sizes | {SIZE_KEY.pack(0, 1, 0): 5, SIZE_KEY.pack(0, 1, NO_SIZE): 7}, names)
+    assert account.changed
+    assert account.totals() == {("host", "rxe"): (4, 12288), ("dma-buf", "mlx5_ib"): (2, 8192)}
+    told = account.as_record()
+    assert [(row["fn"], row["pid"], row["comm"]) for row in told["registrations"]] == [
+        (names[1], 43, "x" * 16),
+        (names[0], 42, "é app"),
+    ]
+    assert told["sizes"] == [{"fn": names[0], "path": "host", "buckets": [[0, 7], [1, 5], [4096, 4]]}]
+
+
 # A failure in the record, and its verdict
 
 
@@ -1164,11 +1237,14 @@ def watched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         monkeypatch.setattr(watch.leftovers, "Journal", lambda: Journal(tmp_path))
 
         def read_kernel(self: Watch) -> None:
-            self._functions, self._offsets, self._task, self._request = FUNCTIONS, None, None, None
+            self._functions, self._layout = FUNCTIONS, Layout()
 
         monkeypatch.setattr(Watch, "_read_kernel", read_kernel)
         said: list[str] = []
-        made = Watch(Options(tmp_path / "out", libraries=False, duration=2.0, **options), said.append)
+        made = Watch(
+            Options(tmp_path / "out", libraries=False, duration=2.0, engine="bpftrace", **options),
+            said.append,
+        )
         made.run()
         return made, said, tmp_path / "out"
 

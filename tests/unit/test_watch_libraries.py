@@ -15,7 +15,7 @@ from regrepro.core.uprobes import Hit, Zero
 from regrepro.kernel.btf import Btf
 from regrepro.watch import copies, elf, library_probes, marker, watch
 from regrepro.watch.branches import Branch, Place, Undecided
-from regrepro.watch.events import Correlator, Failure, LibraryWord
+from regrepro.watch.events import Correlator, Ended, Failure, LibraryWord
 from regrepro.watch.library_probes import LibraryProbes
 from regrepro.watch.watch import Options, Watch
 
@@ -144,6 +144,25 @@ def test_what_a_hit_says(probes: LibraryProbes) -> None:
         correlator.library_failed(word)
     correlator.settle(1000)
     assert [failure.comm for failure in complete] == [Path("/proc/self/comm").read_text().strip(), "?"]
+
+
+def test_a_late_word_of_the_last_failure_leaves_nothing_to_forget() -> None:
+    complete: list[Failure] = []
+    clock = 10.0
+    correlator = Correlator([], lambda _: None, complete.append, now=lambda: clock)
+    correlator.library_speaks = True
+    for ns in (100, 200):
+        correlator.request_failed(Ended(7, 6, "app", ns, ns - 1, "ib_uverbs_reg_mr", -12, 0))
+        correlator.overdue(20.0)
+    correlator.request_failed(Ended(8, 6, "app", 1 << 40, 1, "ib_uverbs_reg_mr", -12, 0))
+    correlator.overdue(20.0)
+    correlator.library_failed(LibraryWord(7, 6, 150, 2, {}))
+    correlator.library_failed(LibraryWord(7, 6, 250, 2, {}))
+    assert len(complete) == 3 and not correlator.alone
+    correlator.forget_stale(1 << 40)
+    assert set(correlator._silent) == {8}
+    correlator.forget_stale(1 << 50)
+    assert not correlator._silent
 
 
 def test_without_the_kernels_help_or_with_a_strange_file_all_is_left_to_bpftrace(

@@ -101,6 +101,13 @@ def _size(_ctx: click.Context, _param: click.Parameter, value: str) -> int:
     show_default=True,
     help="Follow the kernel by fentry and fexit where it has BTF; without, by kprobes.",
 )
+@click.option(
+    "--engine",
+    type=click.Choice(["auto", "bpf", "bpftrace"]),
+    default="auto",
+    show_default=True,
+    help="What follows the kernel: programs of its own, or bpftrace, where those cannot.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print each failure as one line of JSON.")
 @click.option("--quiet", "-q", is_flag=True, help="Print no failures; the records have them.")
 def watch(  # noqa: PLR0917
@@ -117,13 +124,14 @@ def watch(  # noqa: PLR0917
     failures: int | None,
     duration: float | None,
     trampolines: bool,
+    engine: str,
     as_json: bool,
     quiet: bool,
 ) -> None:  # fmt: skip
     """Catch registrations that fail, of every process on this node, and keep what the kernel knows of each.
 
-    Needs root and bpftrace. Silent while nothing fails. Exit status: 0 stopped as asked, 2 usage or
-    environment.
+    Needs root; before Linux 5.11 and without BTF bpftrace, too. Silent while nothing fails. Exit status: 0
+    stopped as asked, 2 usage or environment.
     """
     from regrepro.watch.watch import Options, Watch, say_on_stderr
 
@@ -143,6 +151,7 @@ def watch(  # noqa: PLR0917
         limit=failures or 0,
         duration=duration or 0.0,
         trampolines=trampolines,
+        engine=engine,
     )
     try:
         Watch(options, say_on_stderr).run()

@@ -37,6 +37,7 @@ class Copy:
     fd: int
     functions: dict[str, int] = field(default_factory=dict)  # as `verbs_in` has them
     at_failure: set[str] = field(default_factory=set)  # verbs that are followed where they fail
+    offsets: dict[str, int] = field(default_factory=dict)  # bytes of the file at which the others begin
     users: set[int] = field(default_factory=set)  # processes that had it mapped; of the system's own: none
 
     @property

@@ -193,6 +193,20 @@ class Engine:
         return self._child.pid
 
     @property
+    def lost(self) -> int:
+        """Events that it counted as lost."""
+        return self.correlator.counts.lost
+
+    @property
+    def probes(self) -> int | None:
+        """How many probes it says are attached."""
+        return self.correlator.counts.attached
+
+    def fds(self) -> list[int]:
+        """File descriptors to poll."""
+        return [self.output, self.error_output]
+
+    @property
     def attached(self) -> bool:
         """Whether all its probes are: the heartbeat is the last of them."""
         return self.correlator.counts.heartbeats >= 1

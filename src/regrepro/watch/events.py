@@ -167,6 +167,27 @@ class LibraryWord:
 
 
 @dataclass
+class Ended:
+    """A request that failed, as the kernel says at its end. `since`: when it began, 0 where nobody saw that;
+    `pin_calls`, `pinned`, `process_start`, `limits`: as `Failure` has them.
+    """
+
+    tid: int
+    pid: int
+    comm: str
+    ns: int
+    since: int
+    function: str
+    ret: int
+    uid: int
+    pin_calls: int = 0
+    pinned: int = 0
+    process_start: int | None = None
+    limits: dict[str, int | None] = field(default_factory=dict)
+    awaits_user: bool = False
+
+
+@dataclass
 class PlainPin:
     """A pin without FOLL_LONGTERM by somebody else's driver."""
 
@@ -259,17 +280,12 @@ class Correlator:
     def _name(self, number: str) -> str:
         return self._names[int(number)]
 
-    def _add(self, tid: int, inner: Inner) -> None:
-        kept = self._inner.setdefault(tid, [])
-        if len(kept) < _INNER_LIMIT:
-            kept.append(inner)
-
     def _heartbeat(self, rest: str) -> None:
         self.counts.heartbeats += 1
         if self.counts.heartbeats % 6 == 0:
-            self._forget_stale(int(rest))
+            self.forget_stale(int(rest))
 
-    def _forget_stale(self, ns: int) -> None:
+    def forget_stale(self, ns: int) -> None:
         """Drop inner failures of requests that went on well: nobody will ask for them."""
         for tid in [tid for tid, kept in self._inner.items() if kept[-1].ns < ns - _STALE_NS]:
             del self._inner[tid]
@@ -292,75 +308,113 @@ class Correlator:
             "iova": int(iova, 16),
             "access": int(access),
         }
-        self._add(int(tid), Inner(int(ns), self._name(number), int(ret), args))
+        self.failed_inside(int(tid), Inner(int(ns), self._name(number), int(ret), args))
 
     def _pin_failed(self, rest: str) -> None:
         tid, ns, number, ret, start, pages, flags = rest.split("|")
         args = {"start": int(start, 16), "nr_pages": int(pages), "gup_flags": int(flags, 16)}
-        self._add(int(tid), Inner(int(ns), self._name(number), int(ret), args))
+        self.failed_inside(int(tid), Inner(int(ns), self._name(number), int(ret), args))
 
     def _inner_failed(self, rest: str) -> None:
         tid, ns, number, ret = rest.split("|")
-        self._add(int(tid), Inner(int(ns), self._name(number), int(ret)))
+        self.failed_inside(int(tid), Inner(int(ns), self._name(number), int(ret)))
+
+    def failed_inside(self, tid: int, inner: Inner) -> None:
+        """Take what failed inside of a thread's request, if it was one."""
+        kept = self._inner.setdefault(tid, [])
+        if len(kept) < _INNER_LIMIT:
+            kept.append(inner)
 
     def _migration(self, rest: str) -> None:
         tid, ns, ret, reason = rest.split("|")
-        name = self._reasons.get(int(reason), reason)
-        self._add(int(tid), Inner(int(ns), "migrate_pages", int(ret), {"reason": name}))
-        self._stuck[int(tid)] = []
+        self.migration_failed(int(tid), int(ns), int(ret), int(reason))
+
+    def migration_failed(self, tid: int, ns: int, ret: int, reason: int) -> None:
+        """Take a migration that left pages behind; they follow. `reason`: of enum migrate_reason."""
+        name = self._reasons.get(reason, str(reason))
+        self.failed_inside(tid, Inner(ns, "migrate_pages", ret, {"reason": name}))
+        self._stuck[tid] = []
 
     def _stuck_page(self, rest: str) -> None:
         tid, _, page, refcount, mapcount, pincount, flags = rest.split("|")
-        self._stuck.setdefault(int(tid), []).append(
-            StuckPage(int(page, 16), int(refcount), int(mapcount), int(pincount), int(flags, 16))
+        self.page_stayed(
+            int(tid), StuckPage(int(page, 16), int(refcount), int(mapcount), int(pincount), int(flags, 16))
         )
+
+    def page_stayed(self, tid: int, page: StuckPage) -> None:
+        """Take a page that the thread's last migration left behind."""
+        self._stuck.setdefault(tid, []).append(page)
 
     def _told_asked(self, rest: str) -> None:
         tid, ns, start, length, iova, access, fd, present = rest.split("|")
-        self._asked[int(tid)] = Asked(
-            int(ns),
-            int(start, 16),
-            int(length),
-            int(iova, 16),
-            int(access) & 0xFFFFFFFF,
-            int(fd) & 0xFFFFFFFF if present != "-" else None,
-            int(present, 16) if present != "-" else None,
+        self.asked(
+            int(tid),
+            Asked(
+                int(ns),
+                int(start, 16),
+                int(length),
+                int(iova, 16),
+                int(access) & 0xFFFFFFFF,
+                int(fd) & 0xFFFFFFFF if present != "-" else None,
+                int(present, 16) if present != "-" else None,
+            ),
         )
 
+    def asked(self, tid: int, asked: Asked) -> None:
+        """Take what the thread's request had asked for, which has failed; its end follows."""
+        self._asked[tid] = asked
+
     def _request_failed(self, rest: str) -> None:
-        tid_, pid, ns_, since, number, ret, pins, user, uid, start, memlock, pinned, comm = rest.split(
-            "|", 12
+        tid, pid, ns, since, number, ret, pins, user, uid, start, memlock, pinned, comm = rest.split("|", 12)
+        self.request_failed(
+            Ended(
+                int(tid),
+                int(pid),
+                comm,
+                int(ns),
+                int(since),
+                self._name(number),
+                int(ret),
+                int(uid),
+                pin_calls=int(pins) >> _PINS_BITS,
+                pinned=int(pins) & ((1 << _PINS_BITS) - 1),
+                process_start=int(start) if start != "-" else None,
+                limits=limits_of(int(memlock), int(pinned)) if memlock != "-" else {},
+                awaits_user=int(user) != 0,
+            )
         )
-        tid, ns = int(tid_), int(ns_)
+
+    def request_failed(self, ended: Ended) -> None:
+        """Take the end of a request that failed: the kernel's word about it is complete."""
+        tid, ns, since = ended.tid, ended.ns, ended.since
         inner = sorted(self._inner.pop(tid, []), key=lambda item: item.ns)
         # What came before belongs to a request that went on well.
-        inner = [item for item in inner if 0 < int(since) <= item.ns <= ns]
+        inner = [item for item in inner if 0 < since <= item.ns <= ns]
         stuck = self._stuck.pop(tid, [])
         if not any(item.function == "migrate_pages" for item in inner):
             stuck = []
         asked = self._asked.pop(tid, None)
         if not self.accepts(ns):
             return
-        calls = int(pins) >> _PINS_BITS
         failure = Failure(
             tid,
-            int(pid),
-            comm,
+            ended.pid,
+            ended.comm,
             ns,
-            self._name(number),
-            int(ret),
-            pin_calls=calls,
-            pinned=int(pins) & ((1 << _PINS_BITS) - 1),
-            uid=int(uid),
-            process_start=int(start) if start != "-" else None,
-            limits=_limits(memlock, pinned),
+            ended.function,
+            ended.ret,
+            pin_calls=ended.pin_calls,
+            pinned=ended.pinned,
+            uid=ended.uid,
+            process_start=ended.process_start,
+            limits=ended.limits,
             inner=inner,
             stuck=stuck,
-            awaits_user=int(user) != 0,
-            doubt=_NO_BEGIN if int(since) == 0 else "",
+            awaits_user=ended.awaits_user,
+            doubt=_NO_BEGIN if since == 0 else "",
             since=self._now(),
         )
-        if asked is not None and int(since) <= asked.ns <= ns:
+        if asked is not None and since <= asked.ns <= ns:
             asked = asked.of(failure.function)
             failure.address, failure.length = asked.start, asked.length
             failure.iova, failure.access, failure.fd = asked.iova, asked.access, asked.fd
@@ -407,6 +461,8 @@ class Correlator:
         told, mine = self._silent.get(word.tid), None
         while told and told[0].ns <= word.ns:  # a thread's are in time order: the last before the word
             mine = told.popleft()
+        if told is not None and not told:
+            del self._silent[word.tid]
         if mine is not None and word.is_of(mine):
             return  # it has been told, and waited for this in vain
         word.arrived = self._now()
@@ -488,12 +544,10 @@ class Correlator:
         self.settle(1 << 63, "bpftrace ended before it was sure that it had told all")
 
 
-def _limits(memlock: str, pinned: str) -> dict[str, int | None]:
-    """Return what the kernel told, as `Process.limits` has it; empty where it could not be told."""
-    if memlock == "-":
-        return {}
-    soft = int(memlock)
-    return {"memlock_soft": soft if soft >= 0 else None, "vmpin": int(pinned) * os.sysconf("SC_PAGE_SIZE")}
+def limits_of(memlock: int, pinned: int) -> dict[str, int | None]:
+    """Return what the kernel told, bytes (-1: unlimited) and pages, as `Process.limits` has it."""
+    soft = memlock if memlock >= 0 else None
+    return {"memlock_soft": soft, "vmpin": pinned * os.sysconf("SC_PAGE_SIZE")}
 
 
 _HANDLERS: dict[str, Callable[[Correlator, str], None]] = {

@@ -13,26 +13,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from regrepro.kernel.btf import Btf, BtfError
+from regrepro.kernel.btf import Btf, BtfError, Signature
 from regrepro.kernel.trace_probes import DRIVERS, Returns
 
 KALLSYMS = Path("/proc/kallsyms")
 BTF_DIRECTORY = Path("/sys/kernel/btf")
-
-_FUNC, _FUNC_PROTO, _ENUM, _ENUM64 = 12, 13, 6, 19
-# Bytes that follow `struct btf_type` by kind, as (fixed, for each of vlen). Documentation/bpf/btf.rst.
-_TRAILER = {
-    1: (4, 0),
-    3: (12, 0),
-    4: (0, 12),
-    5: (0, 12),
-    6: (0, 8),
-    13: (0, 8),
-    14: (4, 0),
-    15: (0, 12),
-    17: (4, 0),
-    19: (0, 12),
-}
 
 # Where a request of a program enters: int (*)(struct uverbs_attr_bundle *), drivers/infiniband/core.
 ENTRIES = (
@@ -65,6 +50,10 @@ INNER: tuple[tuple[tuple[str, ...], str, Returns], ...] = (
     (("nvidia_p2p_get_pages",), "nvidia", Returns.INT),
     (("nvidia_p2p_get_pages_persistent",), "nvidia", Returns.INT),
 )
+# Modules whose functions are followed, and that may be loaded at any time.
+MODULES = frozenset(
+    name for name in (*(point.module for point in DRIVERS), *(row[1] for row in INNER)) if name
+)
 _MOST_PARAMETERS = 6
 _DMABUF_FD = (
     5  # position from 0 of access_flags in a driver's reg_user_mr_dmabuf: (pd, start, length, iova, fd, …)
@@ -75,13 +64,15 @@ _DMABUF_FD = (
 class Function:
     """A function that can be followed. `parameters`: names by position, None where BTF does not tell.
 
-    `module` is "" for the kernel itself. With `parameters` it is followed by trampolines, else by kprobes.
+    `module` is "" for the kernel itself; `type_id`: in BTF, 0 where BTF does not tell. With `parameters`
+    bpftrace follows it by trampolines, else by kprobes.
     """
 
     name: str
     module: str
     parameters: tuple[str, ...] | None = None
     returns: Returns = Returns.INT
+    type_id: int = 0
 
     @property
     def by_trampoline(self) -> bool:
@@ -161,126 +152,51 @@ def read_symbols(text: bytes, names: Iterable[str]) -> dict[str, str]:
 
 
 class BtfFunctions:
-    """Parameter names of functions, from BTF of the kernel and of its modules."""
+    """Types of the kernel and of its modules, as far as it has them."""
 
     def __init__(self, directory: Path = BTF_DIRECTORY) -> None:
         self._directory = directory
-        self._kernel: Btf | None = None
         self._blob = b""
-        self._modules: dict[str, dict[str, tuple[str, ...]]] = {}
+        self.kernel: Btf | None = None
+        """The kernel's own types; None where it has none."""
+        self._last: tuple[str, Btf | None] = "", None  # of a module: they are large
         try:
             self._blob = (directory / "vmlinux").read_bytes()
-            self._kernel = Btf(self._blob)
+            self.kernel = Btf(self._blob)
         except (OSError, BtfError):
-            self._kernel = None
-
-    @property
-    def available(self) -> bool:
-        """Whether the kernel has BTF at all."""
-        return self._kernel is not None
-
-    @property
-    def kernel(self) -> Btf | None:
-        """The kernel's own types; None where it has none."""
-        return self._kernel
+            self.kernel = None
 
     def of_module(self, module: str) -> Btf | None:
         """Return a module's types with the kernel's ("": the kernel's alone); None where there are none."""
-        if not module or self._kernel is None:
-            return self._kernel
+        if not module or self.kernel is None:
+            return self.kernel
+        if self._last[0] != module:
+            try:
+                joined = Btf.joined(self._blob, (self._directory / module).read_bytes())
+            except (OSError, BtfError):
+                joined = None
+            self._last = module, joined
+        return self._last[1]
+
+    def function(self, name: str, module: str) -> Signature | None:
+        """Return a function's signature, None where BTF does not have the function."""
+        types = self.of_module(module)
         try:
-            return Btf.joined(self._blob, (self._directory / module).read_bytes())
-        except (OSError, BtfError):
+            return types.function(name) if types is not None else None
+        except (BtfError, struct.error, ValueError):
             return None
-
-    def parameters(self, name: str, module: str) -> tuple[str, ...] | None:
-        """Return the names of a function's parameters, None where BTF does not have the function."""
-        if self._kernel is None:
-            return None
-        if module:
-            if module not in self._modules:
-                self._modules[module] = self._read_module(module)
-            return self._modules[module].get(name)
-        try:
-            return self._of_kernel(name)
-        except (BtfError, struct.error, IndexError):
-            return None
-
-    def _of_kernel(self, name: str) -> tuple[str, ...] | None:
-        kernel, blob = self._kernel, self._blob
-        assert kernel is not None
-        header, type_off, type_len, str_off, str_len = struct.unpack_from("=IIIII", blob, 4)
-        types, strings = header + type_off, header + str_off
-        at = blob.find(b"\0" + name.encode() + b"\0", strings, strings + str_len)
-        if at < 0:
-            return None
-        name_off = at + 1 - strings
-        for linkage in (0, 1):
-            needle = struct.pack("=II", name_off, _FUNC << 24 | linkage)
-            place = blob.find(needle, types, types + type_len)
-            if place >= 0 and (place - types) % 4 == 0:
-                return self._proto(struct.unpack_from("=I", blob, place + 8)[0])
-        return None
-
-    def _proto(self, type_id: int) -> tuple[str, ...] | None:
-        kernel = self._kernel
-        assert kernel is not None
-        at = kernel._at(type_id)
-        _, info, _ = struct.unpack_from("=III", self._blob, at)
-        if info >> 24 & 0x1F != _FUNC_PROTO:
-            return None
-        names = (struct.unpack_from("=II", self._blob, at + 12 + 8 * i)[0] for i in range(info & 0xFFFF))
-        return tuple(kernel._name(offset) for offset in names)
-
-    def _read_module(self, module: str) -> dict[str, tuple[str, ...]]:
-        """Read a module's own types: split BTF, whose ids and strings go on where the kernel's end."""
-        kernel = self._kernel
-        assert kernel is not None
-        try:
-            blob = (self._directory / module).read_bytes()
-            header, type_off, type_len, str_off, _ = struct.unpack_from("=IIIII", blob, 4)
-            kernel._at(1)
-            assert kernel._index is not None
-            base_types, base_strings = len(kernel._index), kernel._str_len
-            strings = header + str_off
-
-            def name_at(offset: int) -> str:
-                if offset < base_strings:
-                    return kernel._name(offset)
-                start = strings + offset - base_strings
-                return blob[start : blob.index(b"\0", start)].decode(errors="replace")
-
-            at, end = header + type_off, header + type_off + type_len
-            functions: dict[str, int] = {}
-            protos: dict[int, tuple[str, ...]] = {}
-            type_id = base_types
-            while at + 12 <= end:
-                type_id += 1
-                name_off, info, target = struct.unpack_from("=III", blob, at)
-                kind, vlen = info >> 24 & 0x1F, info & 0xFFFF
-                fixed, each = _TRAILER.get(kind, (0, 0))
-                if kind == _FUNC:
-                    functions[name_at(name_off)] = target
-                elif kind == _FUNC_PROTO:
-                    protos[type_id] = tuple(
-                        name_at(struct.unpack_from("=I", blob, at + 12 + 8 * i)[0]) for i in range(vlen)
-                    )
-                at += 12 + fixed + each * vlen
-            found = {}
-            for name, target in functions.items():
-                given = self._proto(target) if target <= base_types else protos.get(target)
-                if given is not None:
-                    found[name] = given
-        except (OSError, BtfError, struct.error, IndexError, ValueError):
-            return {}
-        return found
 
     def enum(self, name: str) -> dict[str, int]:
         """Return the values of an enum of the kernel, empty where there is none."""
         try:
-            return (self._kernel.enum(name) if self._kernel is not None else None) or {}
+            return (self.kernel.enum(name) if self.kernel is not None else None) or {}
         except BtfError:
             return {}
+
+
+def loaded_modules(directory: Path = Path("/sys/module")) -> frozenset[str]:
+    """Return the modules that are loaded, or have parameters though they are built in."""
+    return frozenset(path.name for path in directory.iterdir())
 
 
 # enum migrate_reason, include/linux/migrate_mode.h since 5.17; MR_LONGTERM_PIN since 5.13.
@@ -305,8 +221,10 @@ def find_functions(
 
     def make(name: str, returns: Returns = Returns.INT) -> Function:
         module = symbols[name]
-        given = btf.parameters(name, module) if trampolines else None
-        return Function(name, module, given, returns)
+        given = btf.function(name, module) if trampolines else None
+        if given is None:
+            return Function(name, module, None, returns)
+        return Function(name, module, given.parameters, returns, given.type_id)
 
     found.entries += [make(name) for name, _ in ENTRIES if name in symbols]
     for name, module in drivers:

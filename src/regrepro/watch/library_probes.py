@@ -1,7 +1,7 @@
 """Probes on what libibverbs runs when a registration fails; one that succeeds does not meet most of them.
 
 Where such instructions lie, and where the call's parameters lie in that moment, is found in the copy's own
-code (`branches`). A verb of which that cannot be said is followed at its entry and return, by bpftrace.
+code (`branches`). A verb of which that cannot be said is followed at its entry and return, by the engine.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from regrepro.core.uprobes import Hit, UserProbes, Zero
@@ -64,6 +65,8 @@ class LibraryProbes:
                 self._add(copy, verb, [(branch, file_offset(blob, branch.address)) for branch in branches])
             except (Undecided, OSError, NotElf) as error:
                 self._why_not[copy.key, verb] = str(error)
+                with suppress(NotElf):
+                    copy.offsets[verb] = file_offset(blob, copy.functions[verb])
             else:
                 copy.at_failure.add(verb)
 

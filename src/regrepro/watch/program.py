@@ -85,6 +85,15 @@ class RequestOffsets:
     size: int
 
 
+@dataclass(frozen=True)
+class Layout:
+    """Where this kernel has what is told of a failure; None: its BTF does not say."""
+
+    pages: PageOffsets | None = None
+    task: TaskOffsets | None = None
+    request: RequestOffsets | None = None
+
+
 # The attributes of requests that are not of struct ib_uverbs_reg_mr: start, length, iova, access, fd; from
 # the enums uverbs_attrs_reg_*_cmd_attr_ids in include/uapi/rdma/ib_user_ioctl_cmds.h.
 REQUESTS = {

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import re
+import struct
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+# Of the maps that request_programs.py counts in: number of the function, path, process, "", its name; of
+# sizes number, path, power of two.
+KEY, SIZE_KEY, NO_SIZE = struct.Struct("=IIII16s"), struct.Struct("=IHH"), 64
 
 # What the program tells apart. A registration that pinned no page through get_user_pages went by a
 # peer-memory driver (a device pointer), or is paged on demand.
@@ -45,6 +51,26 @@ class Account:
                     self.changed = True
                 except (ValueError, IndexError, KeyError, TypeError):
                     continue
+
+    def take_counted(
+        self,
+        rows: Mapping[bytes, tuple[int, int]],
+        sizes: Mapping[bytes, int],
+        names: Sequence[str],
+    ) -> None:
+        """Add what programs of our own have counted since the last time: counts and bytes, and sizes."""
+        for key, (count, size) in rows.items():
+            number, path, pid, _, comm = KEY.unpack(key)
+            name = comm.partition(b"\0")[0].decode("utf-8", "replace")
+            row = self.rows.setdefault((names[number], PATHS[path], pid, name), _Row())
+            row.count += count
+            row.bytes += size
+            self.changed = True
+        for key, count in sizes.items():
+            number, path, power = SIZE_KEY.unpack(key)
+            kept = self.sizes.setdefault((names[number], PATHS[path]), {})
+            low = 0 if power == NO_SIZE else 1 << power
+            kept[low] = kept.get(low, 0) + count
 
     def _add_sizes(self, key: tuple[str, str], buckets: Any) -> None:
         kept = self.sizes.setdefault(key, {})

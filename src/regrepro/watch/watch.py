@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -12,7 +13,7 @@ import struct
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -26,18 +27,26 @@ from regrepro.kernel.btf import Btf, BtfError
 from regrepro.kernel.node import node_facts
 from regrepro.record import Record, RecordProblem
 from regrepro.watch import evidence as look
-from regrepro.watch.copies import Copies, devices_are_gone, system_copies
+from regrepro.watch.bpf_engine import BpfEngine
+from regrepro.watch.copies import Copies, Copy, devices_are_gone, system_copies
 from regrepro.watch.engine import Engine, find_bpftrace, require_rights
 from regrepro.watch.events import Correlator, Failure, LibraryWord
 from regrepro.watch.evidence import Evidence, Observer
-from regrepro.watch.functions import KALLSYMS, BtfFunctions, Functions, find_functions
+from regrepro.watch.functions import (
+    KALLSYMS,
+    MODULES,
+    BtfFunctions,
+    Functions,
+    find_functions,
+    loaded_modules,
+)
 from regrepro.watch.library_probes import LibraryProbes
 from regrepro.watch.limiter import Limiter
 from regrepro.watch.lock import Lock
 from regrepro.watch.marker import Marker
 from regrepro.watch.metrics import Metrics
 from regrepro.watch.output import Output
-from regrepro.watch.program import Dialect, PageOffsets, RequestOffsets, TaskOffsets, make_program
+from regrepro.watch.program import Dialect, Layout, PageOffsets, RequestOffsets, TaskOffsets, make_program
 from regrepro.watch.registrations import Account
 
 _MODULE_BTF = (5, 11)  # BTF of modules; before, bpftrace cannot load programs for trampolines of either
@@ -47,6 +56,8 @@ _METRICS_SECONDS = 15.0
 _COPY_SECONDS = 1.0  # that new copies of libibverbs are waited for together
 _TAKE_OVER_NS = 1_000_000_000
 _FAST_TIMES, _FAST_SECONDS = 4, 0.1
+_TURNS = 8  # of taking what came while the last was taken
+_BREATH_SECONDS = 0.001
 _TOGETHER_SECONDS = 0.02  # in which failures that come fast are gathered
 _SUPPRESSED_SECONDS = 10.0
 _IDLE_SECONDS = 10.5  # a little more than between two heartbeats
@@ -79,6 +90,7 @@ class Options:
     limit: int = 0  # failures after which to stop; 0: never
     duration: float = 0.0
     trampolines: bool = True
+    engine: str = "auto"
 
 
 class Watch:
@@ -91,7 +103,9 @@ class Watch:
         self._metrics_problem = ""
         self._stop = 0
         self._rotate_asked = False
-        self._engine: Engine | None = None
+        self._engine: Engine | BpfEngine | None = None
+        self._words: list[LibraryWord] = []  # that were read and not yet handed on, in time order
+        self._bpftrace: tuple[str, tuple[int, int]] | None = None  # its path and version, once it is needed
         self._next: Engine | None = None
         self._cut_ns = 0
         self._cut_at = 0.0
@@ -105,6 +119,7 @@ class Watch:
         # costs more than they do.
         self._taken_at = deque([float("-inf")] * _FAST_TIMES, maxlen=_FAST_TIMES)
         self._functions = Functions()
+        self._modules: frozenset[str] = frozenset()  # that are loaded
         self._number = 0
         self._text = ""  # of the program that runs
         self._launched: list[str] = []  # the copies that the latest engine follows
@@ -130,7 +145,7 @@ class Watch:
     def run(self) -> int:
         """Watch until a signal, the limit or the duration. Raises EnvironmentProblem, RecordProblem."""
         require_rights()
-        self._bpftrace, self._version = find_bpftrace()
+        self._check_engine()
         lock = Lock(self.options.out)
         previous = {
             number: signal.signal(number, self._signal)
@@ -149,6 +164,14 @@ class Watch:
             lock.release()
         return self.metrics.total
 
+    def _check_engine(self) -> None:
+        """Say before anything else what cannot be. Raises EnvironmentProblem."""
+        options = self.options
+        if options.engine == "bpf" and not options.trampolines:
+            raise EnvironmentProblem("--engine bpf cannot do --no-trampolines", hint="leave one of them out")
+        if options.engine == "bpftrace" or not options.trampolines:
+            self._bpftrace = find_bpftrace()
+
     def _run(self) -> None:
         self._flags = trace_flags.of_running_kernel()
         self._read_kernel()
@@ -163,15 +186,18 @@ class Watch:
         if self.options.libraries:
             self._copies.look_everywhere()
         try:
+            self._engine = self._start_bpf()
             self._output.begin()
-            self._engine = self._start()
+            if self._engine is None:
+                self._engine = self._start_bpftrace()
             self._loop()
         finally:
             self._finish()
 
     def _read_kernel(self) -> None:
         kallsyms = KALLSYMS.read_bytes()
-        modules = {path.name: True for path in Path("/sys/module").iterdir()}
+        self._modules = loaded_modules()
+        modules = dict.fromkeys(self._modules, True)
         btf = BtfFunctions()
         if (trace_flags.kernel_series(os.uname().release) or (0, 0)) < _MODULE_BTF:
             self.options.trampolines = False
@@ -182,16 +208,65 @@ class Watch:
                 why="the module is not loaded, or its symbols are hidden",
                 hint="modprobe ib_uverbs; sysctl kernel.kptr_restrict must not be 2",
             )
-        self._offsets = self._task = self._request = None
+        pages = task = request = None
         with suppress(BtfError):
             if btf.kernel is not None:
-                self._offsets, self._task = page_offsets(btf.kernel), task_offsets(btf.kernel)
+                pages, task = page_offsets(btf.kernel), task_offsets(btf.kernel)
             bundle = btf.of_module(self._functions.entries[0].module)
             if bundle is not None:
-                self._request = request_offsets(bundle)
+                request = request_offsets(bundle)
+        self._layout = Layout(pages, task, request)
 
-    def _start(self) -> Engine:
-        """Start an engine; where its program cannot be attached, do without what is in the way."""
+    def _start_bpf(self) -> BpfEngine | None:
+        """Start the engine of our own; None where bpftrace has to do it. Raises EnvironmentProblem."""
+        if self._bpftrace is not None:
+            return None
+        try:
+            return self._launch_bpf()
+        except OSError as error:
+            self.metrics.attach_failures += 1
+            why = ": ".join(str(part) for part in (error.filename, error.strerror) if part)
+            if self.options.engine == "bpf":
+                raise EnvironmentProblem(
+                    "this kernel does not take watch's own programs", why=why, hint="--engine bpftrace may do"
+                ) from None
+            self._say(f"this kernel does not take watch's own programs ({why}): bpftrace is used")
+            self._bpftrace = find_bpftrace()
+            self._read_kernel()  # anew: it may follow what could not be
+            self._observer = Observer(self._functions, self._flags)
+        return None
+
+    def _launch_bpf(self) -> BpfEngine:
+        """Raises OSError."""
+        if not self.options.trampolines:  # before Linux 5.11
+            raise OSError(errno.ENOSYS, "it has no BTF of modules")
+        engine = BpfEngine(
+            self._functions,
+            self._correlator([function.name for function in self._functions.all()]),
+            self._layout,
+            plain_pins=PINS[self.options.pins],
+            longterm=self._flags.values.get("FOLL_LONGTERM", 0),
+            account=self._account if self.options.registrations else None,
+        )
+        try:
+            for copy in list(self._copies.known.values()):
+                self._follow_at_return(engine, copy)
+        except BaseException:
+            engine.stop()
+            raise
+        engine.correlator.library_speaks = self._library_probes.some or engine.follows_libraries
+        return engine
+
+    def _follow_at_return(self, engine: BpfEngine, copy: Copy) -> None:
+        """Follow what of a copy is not followed where it fails; say why if it cannot be."""
+        try:
+            engine.follow(copy)
+        except OSError as error:
+            self._copies.problems[copy.shown] = f"{error.strerror} ({error.filename})"
+            self.metrics.attach_failures += 1
+
+    def _start_bpftrace(self) -> Engine:
+        """Start bpftrace; where its program cannot be attached, do without what is in the way."""
         trampolines = self.options.trampolines
         while True:
             engine = self._launch()
@@ -229,38 +304,40 @@ class Watch:
                 return True
         return self._functions.do_without(why)
 
+    def _correlator(self, names: list[str]) -> Correlator:
+        correlator = Correlator(
+            names, self._failed, self._complete, reasons=self._functions.reasons, now=time.monotonic
+        )
+        correlator.library_speaks = self._library_probes.some
+        correlator.on_open = self._opened
+        correlator.device_is_gone = devices_are_gone
+        correlator.on_pin = self._observer.remember
+        return correlator
+
     def _launch(self) -> Engine:
+        assert self._bpftrace is not None
+        path, version = self._bpftrace
         program = make_program(
             self._functions,
             self._copies.libraries(),
-            dialect=Dialect.of(self._version),
-            offsets=self._offsets,
-            task=self._task,
-            request=self._request,
+            dialect=Dialect.of(version),
+            offsets=self._layout.pages,
+            task=self._layout.task,
+            request=self._layout.request,
             plain_pins=PINS[self.options.pins],
             longterm=self._flags.values.get("FOLL_LONGTERM", 0),
             account=self.options.registrations,
         )
         self._text = program.text
         self._launched = [copy.shown for copy in self._copies.known.values()]
-        correlator = Correlator(
-            program.names,
-            self._failed,
-            self._complete,
-            reasons=self._functions.reasons,
-            now=time.monotonic,
-        )
-        engine = Engine(self._bpftrace, program, correlator, engine_file(self._output), self._journal)
-        correlator.library_speaks = self._library_probes.some
-        correlator.on_open = self._opened
-        correlator.device_is_gone = devices_are_gone
+        correlator = self._correlator(program.names)
+        engine = Engine(path, program, correlator, engine_file(self._output), self._journal)
         correlator.on_marker = partial(self._marked, engine)
-        correlator.on_pin = self._observer.remember
         correlator.on_account = partial(self._account.take, names=program.names)
         correlator.accepts = lambda ns: self._accepts(engine, ns)
         return engine
 
-    def _accepts(self, engine: Engine, ns: int) -> bool:
+    def _accepts(self, engine: Engine | BpfEngine, ns: int) -> bool:
         """Two engines overlap while one takes over; each event counts with one of them."""
         if self._next is None:
             return True
@@ -276,18 +353,20 @@ class Watch:
         else:
             self._stop = number
 
-    def _engines(self) -> list[Engine]:
+    def _engines(self) -> list[Engine | BpfEngine]:
         return [item for item in (self._engine, self._next) if item is not None]
 
-    def _wait(self, engines: list[Engine], seconds: float) -> None:
+    def _wait(self, engines: Sequence[Engine | BpfEngine], seconds: float) -> None:
         """Wait for lines, and take them."""
         poll = select.poll()
         poll.register(self._waker[0], select.POLLIN)
         for engine in engines:
-            poll.register(engine.output, select.POLLIN)
-            poll.register(engine.error_output, select.POLLIN)
+            for fd in engine.fds():
+                poll.register(fd, select.POLLIN)
         for fd in self._library_probes.fds():
             poll.register(fd, select.POLLIN)
+        if self._more and isinstance(self._engine, BpfEngine):
+            seconds = 0.0
         with suppress(InterruptedError):
             poll.poll(seconds * 1000)
         with suppress(BlockingIOError):
@@ -295,13 +374,39 @@ class Watch:
                 pass
         if not self._more and time.monotonic() - self._taken_at[0] < _FAST_SECONDS:
             time.sleep(_TOGETHER_SECONDS)
+        if isinstance(self._engine, BpfEngine):
+            self._take_in_order(self._engine)
+            return
         if self._library_probes.take(partial(self._library_failed, engines)):
             self._taken_at.append(time.monotonic())
         self._more = False
         for engine in engines:
-            self._more = engine.take() or self._more
+            if isinstance(engine, Engine):
+                self._more = engine.take() or self._more
 
-    def _library_failed(self, engines: list[Engine], word: LibraryWord) -> None:
+    def _take_in_order(self, engine: BpfEngine) -> None:
+        """Take the library's words and the kernel's, each failure's together: the kernel's is first there."""
+        for _ in range(_TURNS):
+            until = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+            if self._library_probes.take(self._words.append):
+                self._taken_at.append(time.monotonic())
+            self._words.sort(key=lambda word: word.ns)
+            hand_on = partial(self._hand_on, engine.correlator)
+            self._more = not engine.take(until, hand_on)
+            if not self._more:
+                hand_on(until)
+                engine.correlator.settle(until)
+                self._more = bool(self._words) or engine.waits
+            if not self._more:
+                return
+        time.sleep(_BREATH_SECONDS)  # who writes a record may wait for this CPU
+
+    def _hand_on(self, correlator: Correlator, ns: int) -> None:
+        """Hand on the library's words from before a moment."""
+        while self._words and self._words[0].ns < ns:
+            correlator.library_failed(self._words.pop(0))
+
+    def _library_failed(self, engines: Sequence[Engine | BpfEngine], word: LibraryWord) -> None:
         """A copy of libibverbs gave NULL: the engine whose events count then has the kernel's part."""
         for engine in engines:
             if self._accepts(engine, word.ns):
@@ -310,6 +415,8 @@ class Watch:
 
     def _ask_for_the_kernels_word(self, now: float) -> None:
         """The library's word stands alone once it is sure that the kernel has none."""
+        if isinstance(self._engine, BpfEngine):
+            return
         engines = self._engines()
         alone = [engine.correlator.alone[0].arrived for engine in engines if engine.correlator.alone]
         self._marker.wait_no_longer(now, max((engine.last_line for engine in engines), default=now))
@@ -355,6 +462,7 @@ class Watch:
                 self._observer.refresh_if_old()
             if now >= metrics_due:
                 self._library_probes.follow_cpus()
+                self._follow_modules()
                 self._write_metrics()
                 metrics_due = now + _METRICS_SECONDS
             if now >= suppressed_due:
@@ -379,7 +487,7 @@ class Watch:
         if engine.ended or now - engine.last_line > _SILENCE_SECONDS:
             why = engine.why() if engine.ended else "it gave no sign of life"
             self.metrics.watching = 0
-            self._say(f"bpftrace ended ({why}); starting it anew")
+            self._say(f"what follows the kernel ended ({why}); starting it anew")
             self._tell("engine-ended", why=why)
             engine.stop()
             engine.correlator.flush()
@@ -388,7 +496,7 @@ class Watch:
             if now - engine.started < 10:
                 time.sleep(1)
             self.metrics.engine_restarts += 1
-            self._engine = self._start()
+            self._engine = self._start_bpf() or self._start_bpftrace()
             self._missed_seen = None
             self.metrics.watching = int(self._engine.attached)
         if self._next is not None:
@@ -408,7 +516,7 @@ class Watch:
             elif self._cut_ns and now >= self._cut_at:
                 engine.stop()
                 engine.correlator.flush()
-                self._lost_total += engine.correlator.counts.lost
+                self._lost_total += engine.lost
                 self._engine, self._next, self._cut_ns = self._next, None, 0
                 self._missed_seen = None
                 self._following(self._launched)  # not those that have come since
@@ -425,18 +533,39 @@ class Watch:
         if not self.options.libraries or not self._copies.look_at(pid):
             return
         new = [copy for key, copy in self._copies.known.items() if key not in before]
-        if all(copy.at_failure.issuperset(copy.verbs()) for copy in new):
+        engine = self._engine
+        if isinstance(engine, BpfEngine):
+            for copy in new:
+                self._follow_at_return(engine, copy)
+        if isinstance(engine, BpfEngine) or all(copy.at_failure.issuperset(copy.verbs()) for copy in new):
             self._forget_unused()
             self._following([copy.shown for copy in self._copies.known.values()])
         else:  # bpftrace has to follow some of it
             self._copies_due = time.monotonic() + _COPY_SECONDS
 
+    def _follow_modules(self) -> None:
+        """Follow drivers, too, that were loaded since."""
+        loaded = loaded_modules()
+        new, self._modules = (loaded - self._modules) & MODULES, loaded
+        if not new or not isinstance(self._engine, BpfEngine):
+            return
+        found = find_functions(BtfFunctions(), KALLSYMS.read_bytes(), dict.fromkeys(loaded, True))
+        functions = self._engine.follow_new(self._functions, found)
+        self._tell("modules", modules=sorted(new), functions=functions, missing=self._functions.missing)
+        self._say(
+            f"loaded since: {', '.join(sorted(new))}; following {', '.join(functions) or 'nothing of it'}"
+        )
+
     def _forget_unused(self) -> None:
-        self._library_probes.forget(self._copies.forget_unused())
+        gone = self._copies.forget_unused()
+        self._library_probes.forget(gone)
+        if isinstance(self._engine, BpfEngine):
+            self._engine.forget(gone)
 
     def _following(self, shown: list[str]) -> None:
         for engine in self._engines():
-            engine.correlator.library_speaks = self._library_probes.some
+            speaks = isinstance(engine, BpfEngine) and engine.follows_libraries
+            engine.correlator.library_speaks = speaks or self._library_probes.some
         self._tell("copies", copies=shown, followed=self._how_followed())
         self._say(f"following {len(shown)} copies of libibverbs: {', '.join(shown)}")
 
@@ -444,7 +573,7 @@ class Watch:
         if self._copies_due and now >= self._copies_due and self._next is None:
             self._copies_due = 0.0
             self._forget_unused()
-            self._next = self._launch()
+            self._next = self._launch()  # never with programs of our own: they follow copies at once
             self.metrics.engine_restarts += 1
 
     # Failures
@@ -577,7 +706,7 @@ class Watch:
                 "place": "as-allocated",
                 "expect": None,
                 "watch": {
-                    "bpftrace": ".".join(map(str, self._version)),
+                    "engine": self._engine_name(),
                     "pins": self.options.pins,
                     "rate": self.options.rate,
                     "trampolines": self.options.trampolines,
@@ -589,18 +718,31 @@ class Watch:
         }
         return self._last_header
 
+    def _engine_name(self) -> str:
+        if self._bpftrace is None:
+            return "bpf"
+        return f"bpftrace {'.'.join(map(str, self._bpftrace[1]))}"
+
     def _begin_record(self) -> None:
-        engine_file(self._output).write_text(self._text, encoding="utf-8")
+        if self._text:
+            engine_file(self._output).write_text(self._text, encoding="utf-8")
         self._output.event("memory-map", **self._observer.memory_map.as_record())
         self._tell(
             "started",
             functions=[item.name for item in self._functions.all()],
-            by_kprobe=[item.name for item in self._functions.all() if not item.by_trampoline],
+            engine=self._engine_name(),
+            by_kprobe=self._by_kprobe(),
             missing=self._functions.missing,
             copies=[copy.shown for copy in self._copies.known.values()],
             followed=self._how_followed(),
             not_followed=self._copies.problems,
         )
+
+    def _by_kprobe(self) -> list[str]:
+        """Names of functions that are followed by kprobes, not by trampolines."""
+        if isinstance(self._engine, BpfEngine):
+            return self._engine.by_kprobe
+        return [item.name for item in self._functions.all() if not item.by_trampoline]
 
     def _how_followed(self) -> list[dict[str, str]]:
         return [row for copy in self._copies.known.values() for row in self._library_probes.how(copy)]
@@ -623,11 +765,7 @@ class Watch:
 
     def _lost_now(self) -> int:
         engines = self._engines()
-        return (
-            self._lost_total
-            + self._library_probes.lost
-            + sum(item.correlator.counts.lost for item in engines)
-        )
+        return self._lost_total + self._library_probes.lost + sum(item.lost for item in engines)
 
     def _lost_near(self, when: float) -> int:
         """Events that were lost around a moment: one of them may have been of that failure."""
@@ -704,13 +842,12 @@ class Watch:
     def _told_start(self) -> str:
         functions = self._functions
         every = functions.all()
-        fast = sum(item.by_trampoline for item in every)
+        slow = len(self._by_kprobe())
         assert self._engine is not None
-        counted = self._engine.correlator.counts.attached
         text = (
-            f"watching: {len(every)} kernel functions ({fast} by trampoline, {len(every) - fast} by kprobe), "
-            f"{len(self._copies.known)} copies of libibverbs ({counted} probes); "
-            f"records go to {self._output.path}"
+            f"watching: {len(every)} kernel functions ({len(every) - slow} by trampoline, {slow} by kprobe), "
+            f"{len(self._copies.known)} copies of libibverbs ({self._engine.probes} probes of "
+            f"{self._engine_name()}); records go to {self._output.path}"
         )
         missing = "; ".join(f"{name}: {why}" for name, why in functions.missing.items())
         return f"{text}; not seen: {missing}" if missing else text
