@@ -6,8 +6,10 @@ import json
 import os
 import re
 import time
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
@@ -22,12 +24,21 @@ from regrepro.kernel.leftovers import Journal
 from regrepro.kernel.trace_flags import FlagNames
 from regrepro.kernel.trace_probes import Returns
 from regrepro.record import Record, read_record
-from regrepro.watch import copies, engine, process, watch
+from regrepro.watch import copies, engine, events, process, registrations, watch
 from regrepro.watch.events import Correlator, Failure, LibraryWord
 from regrepro.watch.evidence import Evidence, Observer, modules_of, record_events
-from regrepro.watch.functions import BtfFunctions, Function, Functions, find_functions, read_symbols
+from regrepro.watch.functions import (
+    BtfFunctions,
+    Function,
+    Functions,
+    find_functions,
+    loaded_modules,
+    read_symbols,
+    without_coming,
+)
 from regrepro.watch.limiter import Limiter
 from regrepro.watch.lock import Lock
+from regrepro.watch.marker import Marker
 from regrepro.watch.metrics import Metrics
 from regrepro.watch.output import Output
 from regrepro.watch.process import Process
@@ -374,6 +385,37 @@ def test_inner_failures_of_a_request_that_went_on_well_belong_to_no_later_one() 
     assert seen.complete[0].inner == []
 
 
+@pytest.mark.parametrize(("older", "mine", "doubted"), [(0, 300, True), (300, 10, False), (250, 250, False)])
+def test_of_very_many_inner_failures_the_newest_are_kept_and_it_is_said_if_some_were_of_this_request(
+    older: int, mine: int, doubted: bool
+) -> None:
+    seen = Seen()
+    gup = number("__gup_longterm_locked")
+    seen.lines(*(f"I|7|{100 + at}|{gup}|-12" for at in range(older)))
+    seen.lines(*(f"I|7|{2000 + at}|{gup}|-12" for at in range(mine)))
+    seen.lines(f"D|7|2990|{number('rxe_reg_user_mr')}|-12|7f0000000000|32768|7f0000000000|7")
+    seen.lines(f"K|7|6|3000|1000|{number('ib_uverbs_reg_mr')}|-12|0|0|0|-|-|-|x")
+    (failure,) = seen.complete
+    assert bool(failure.doubt) == doubted and len(failure.inner) == min(mine + 1, 256)
+    assert failure.inner[-1].function == "rxe_reg_user_mr" and failure.address == 0x7F0000000000
+    assert failure.inner[0].ns == 2000 + mine - (len(failure.inner) - 1)
+    trace = observer().trace(failure, 0)
+    assert (trace["status"] == "spoiled") == doubted and ("last 256" in (trace["why"] or "")) == doubted
+
+
+def test_what_failed_in_a_request_is_kept_for_two_minutes() -> None:
+    second = 10**9
+    seen = Seen()
+    for tid, at in ((7, 1000), (8, 1010)):
+        seen.lines(f"I|{tid}|{at * second}|{number('__gup_longterm_locked')}|-12")
+    seen.correlator.forget_stale(1119 * second)
+    assert set(seen.correlator._inner) == {7, 8}
+    seen.correlator.forget_stale(1121 * second)
+    assert set(seen.correlator._inner) == {8}
+    seen.lines(f"K|8|6|{1125 * second}|{1009 * second}|{number('ib_uverbs_reg_mr')}|-12|0|0|0|-|-|-|x")
+    assert len(seen.complete[0].inner) == 1
+
+
 def test_a_failure_of_a_device_that_is_gone_has_the_errno_of_that() -> None:
     for gone in (True, False):
         seen = Seen()
@@ -559,6 +601,28 @@ def test_a_provider_without_dmabuf_is_inferred() -> None:
     assert seen.complete[0].errno == "EOPNOTSUPP" and seen.complete[0].errno_how == "inferred"
 
 
+def test_where_the_kernels_word_may_be_lost_nothing_is_inferred_of_a_dmabuf() -> None:
+    for doubt, errno in (("", "EOPNOTSUPP"), ("events were lost", None)):
+        seen = Seen()
+        seen.correlator.library_failed(
+            LibraryWord(7, 6, 150, 3, {"address": 0, "length": 4096, "fd": 9}, "x")
+        )
+        seen.correlator.settle(151, doubt)
+        (failure,) = seen.complete
+        assert (failure.errno, failure.errno_inferred, failure.doubt) == (errno, not doubt, doubt)
+        assert failure.dmabuf and failure.fd == 9
+
+
+def test_how_late_a_failure_came_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "kernel_boottime", lambda: 5_000_000_000)
+    seen = Seen()
+    seen.time = 100.0
+    seen.lines(f"K|7|6|3000000000|2000000000|{number('ib_uverbs_reg_mr')}|-12|0|0|0|-|-|-|x")
+    seen.correlator.library_failed(LibraryWord(8, 6, 4_500_000_000, 2, WORD, "x"))
+    seen.correlator.settle(5_000_000_000)
+    assert [(failure.since, failure.late) for failure in seen.complete] == [(100.0, 2.0), (100.0, 0.5)]
+
+
 def test_events_of_an_engine_that_is_not_in_charge_do_not_count() -> None:
     seen = Seen()
     seen.correlator.accepts = lambda ns: ns >= 1000
@@ -722,6 +786,48 @@ def test_this_process_is_read() -> None:
     assert "memlock_soft" in own.limits
 
 
+@pytest.mark.parametrize(
+    ("offsets", "added"),
+    [
+        (
+            "monotonic           0         0\nboottime       -86400 250000000\n",
+            -86_400_000_000_000 + 250_000_000,
+        ),
+        ("monotonic           5         0\nboottime            7         3\n", 7_000_000_003),
+        ("monotonic           5         0\n", 0),
+        (None, 0),
+    ],
+)
+def test_the_kernels_clock_is_known_in_a_time_namespace(
+    offsets: str | None, added: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if offsets is not None:
+        (tmp_path / "timens_offsets").write_text(offsets)
+    real = Path
+
+    def path(given: str) -> Path:
+        return tmp_path / "timens_offsets" if given == "/proc/self/timens_offsets" else real(given)
+
+    monkeypatch.setattr(process, "Path", path)
+    process._boottime_offset.cache_clear()
+    try:
+        before = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+        kernel = process.kernel_boottime()
+        assert before <= kernel + added <= time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+        tick = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
+        assert process.start_ticks(90_000 * 10**9) == (90_000 * 10**9 + added) // tick
+    finally:
+        process._boottime_offset.cache_clear()
+
+
+def test_modules_that_are_only_coming_or_going_are_not_loaded(tmp_path: Path) -> None:
+    for name, state in (("rdma_rxe", "live"), ("mlx5_ib", "coming"), ("efa", "going"), ("kernel", None)):
+        (tmp_path / name).mkdir()
+        if state is not None:
+            (tmp_path / name / "initstate").write_text(f"{state}\n")
+    assert loaded_modules(tmp_path) == {"rdma_rxe", "kernel"}
+
+
 # Limits, output, metrics, lock
 
 
@@ -741,9 +847,7 @@ def header() -> dict[str, Any]:
 
 
 def output(path: Path, **limits: int) -> Output:
-    made = Output(path, header, **{"rotate": 1 << 20, "quota": 1 << 20, **limits})
-    made.on_begin = lambda: (made.path / "program.bt").touch()  # noqa: PLW0108 - the path changes
-    return made
+    return Output(path, header, **{"rotate": 1 << 20, "quota": 1 << 20, **limits})
 
 
 def test_a_record_that_is_full_or_moved_away_is_followed_by_a_new_one(tmp_path: Path) -> None:
@@ -772,6 +876,33 @@ def test_the_oldest_directories_give_way_to_the_quota_and_nothing_else_does(tmp_
     assert (tmp_path / "notes").exists() and (tmp_path / "20200101-000000-someone").exists()
     assert out.path.exists() and out.used() <= 5000 + 3000
     assert sum(path.exists() for path in ended) < 4
+
+
+@pytest.mark.parametrize("marker", [".watch", "program.bt"])
+def test_directories_of_earlier_watches_with_either_engine_are_the_quotas_too(
+    marker: str, tmp_path: Path
+) -> None:
+    for name, mine in (
+        ("20200101-000000-host", True),
+        ("20200102-000000-host-2", True),
+        ("20200103-0-x", True),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "record.jsonl").write_text("x" * 3000)
+        if mine:
+            (tmp_path / name / marker).touch()
+    others = tmp_path / "20200101-000000-other"
+    others.mkdir()
+    (others / "record.jsonl").write_text("x" * 3000)
+    out = output(tmp_path, quota=5000)
+    assert out.used() == 6000 and not out.room()
+    for age, name in enumerate(("20200102-000000-host-2", "20200101-000000-host")):
+        os.utime(tmp_path / name, (1000 - age, 1000 - age))
+    out.begin()
+    assert (out.path / ".watch").exists() and not (out.path / "program.bt").exists()
+    assert out.removed == 1 and out.room() and out.used() < 5000
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"20200102-000000-host-2", "20200103-0-x", others.name, out.path.name}
 
 
 def test_a_second_watch_says_who_holds_the_first(tmp_path: Path) -> None:
@@ -830,6 +961,208 @@ def test_the_account_adds_what_our_own_programs_counted() -> None:
         (names[0], 42, "é app"),
     ]
     assert told["sizes"] == [{"fn": names[0], "path": "host", "buckets": [[0, 7], [1, 5], [4096, 4]]}]
+
+
+def test_what_too_many_processes_did_is_counted_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registrations, "_ROWS", 2)
+    account = Account()
+    names = ["rxe_reg_user_mr", "efa_reg_mr"]
+    for pid in (41, 42, 43, 44, 42):
+        account.take({"@count": {f"0,1,{pid},app": 1}}, names)
+        account.take({"@bytes": {f"0,1,{pid},app": 4096}}, names)
+    account.take_counted(
+        {KEY.pack(0, 1, 45, 0, b"app"): (5, 9), KEY.pack(1, 1, 41, 0, b"app"): (1, 1)}, {}, names
+    )
+    told = account.as_record()["registrations"]
+    assert [(row["fn"], row["pid"], row["comm"], row["count"], row["bytes"]) for row in told] == [
+        ("efa_reg_mr", 0, "(others)", 1, 1),
+        ("rxe_reg_user_mr", 0, "(others)", 7, 2 * 4096 + 9),
+        ("rxe_reg_user_mr", 41, "app", 1, 4096),
+        ("rxe_reg_user_mr", 42, "app", 2, 8192),
+    ]
+    assert account.totals() == {("host", "rxe"): (10, 5 * 4096 + 9), ("host", "efa"): (1, 1)}
+
+
+# What is lost, missed, opened and begun anew
+
+
+@dataclass
+class Following:
+    """In the place of an engine."""
+
+    correlator: Correlator = field(default_factory=lambda: Seen().correlator)
+    lost: int = 0
+    hits: int | None = 0
+    ended: bool = False
+    attached: bool = True
+    started: float = -1000.0
+    last_line: float = float("inf")
+    stopped: int = 0
+
+    def missed(self) -> int | None:
+        return self.hits
+
+    def why(self) -> str:
+        return "it ended"
+
+    def stop(self) -> None:
+        self.stopped += 1
+
+
+class Alone:
+    """Watch with an engine that does nothing, at a time that is set; it only says what it would write."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+        self.now = 100.0
+        clock = SimpleNamespace(monotonic=lambda: self.now, time=time.time, sleep=lambda _seconds: None)
+        monkeypatch.setattr(watch, "time", clock)
+        monkeypatch.setattr(watch.look, "record_events", lambda *_: [])
+        self.told: list[tuple[str, dict[str, Any]]] = []
+        self.traced: list[tuple[int, int | None]] = []
+        self.met: list[int] = []
+        self.begun = 0
+        self.engine = Following()
+        self.watch = made = Watch(Options(path, libraries=False), lambda _text: None)
+        made._engine = self.engine  # type: ignore[assignment]
+        made._tell = lambda what, **keys: self.told.append((what, keys))  # type: ignore[method-assign]
+        made._judge = lambda _events: {}  # type: ignore[method-assign]
+        made._show = lambda *_: None  # type: ignore[method-assign]
+        made._observer = SimpleNamespace(  # type: ignore[assignment]
+            trace=lambda _failure, lost, missed: self.traced.append((lost, missed)), meet=self.met.append
+        )
+        made._output = SimpleNamespace(written=0, begin=self.begin)  # type: ignore[assignment]
+
+    def begin(self) -> None:
+        self.begun += 1
+
+    def trace(self, since: float, late: float = 0.0) -> tuple[int, int | None]:
+        """Return what a failure's trace is told of what was lost and missed near it."""
+        failure = Failure(7, 6, "app", 1, since=since, late=late)
+        self.watch._record(failure, Evidence(failure, Process(6)))
+        return self.traced[-1]
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Alone]:
+    made = Alone(monkeypatch, tmp_path)
+    yield made
+    for fd in made.watch._waker:
+        os.close(fd)
+
+
+def test_losses_spoil_what_happened_since_the_last_look_and_around(alone: Alone) -> None:
+    alone.now = 110.0
+    alone.watch._count_lost()
+    alone.now, alone.engine.lost = 120.0, 4
+    alone.watch._count_lost()
+    alone.now = 130.0
+    alone.watch._count_lost()
+    assert alone.told == [("lost", {"events": 4})]
+    near = {when: alone.watch._lost_near(when) for when in (107.9, 108.1, 115.0, 121.9, 122.1, 130.0)}
+    assert near == {107.9: 0, 108.1: 4, 115.0: 4, 121.9: 4, 122.1: 0, 130.0: 0}
+    alone.engine.lost = 5  # nobody has looked yet
+    assert alone.watch._lost_near(500.0) == 1
+
+
+def test_a_failure_that_came_late_is_spoiled_by_what_was_lost_when_it_happened(alone: Alone) -> None:
+    alone.now, alone.engine.lost = 110.0, 4
+    alone.watch._count_lost()
+    alone.now = 200.0
+    assert alone.trace(since=200.0)[0] == 0
+    assert alone.trace(since=200.0, late=95.0)[0] == 4
+    assert alone.trace(since=111.0, late=50.0)[0] == 4  # when it came counts, too
+    assert alone.trace(since=200.0, late=-95.0)[0] == 0
+
+
+def test_hits_that_were_missed_are_looked_for_at_each_failure(alone: Alone) -> None:
+    assert alone.trace(100.0) == (0, 0)
+    alone.engine.hits = 3
+    alone.watch._count_missed()  # too soon
+    assert not alone.told and alone.watch.metrics.missed == 0
+    assert alone.trace(100.0) == (0, 3) and alone.told == [("missed", {"hits": 3})]
+    alone.now += 1.5
+    alone.engine.hits = 5
+    assert alone.trace(101.0) == (0, 5)
+    alone.now += 1.0
+    assert alone.trace(102.0) == (0, 2)
+    alone.now += 1.5
+    assert alone.trace(104.0) == (0, 0) and alone.watch.metrics.missed == 5
+
+
+def test_where_the_kernel_does_not_say_what_it_missed_that_is_not_known(alone: Alone) -> None:
+    alone.engine.hits = None
+    assert alone.trace(100.0) == (0, None)
+
+
+def test_a_process_that_opens_devices_in_a_loop_is_looked_at_once_a_second_and_once_more(
+    alone: Alone,
+) -> None:
+    def go_on() -> None:
+        for pid in list(alone.watch._opened_again):
+            alone.watch._opened(pid)
+
+    for _ in range(50):
+        alone.watch._opened(6)
+        alone.watch._opened(7)
+        go_on()
+        alone.now += 0.01
+    assert alone.met == [6, 7] and alone.watch._opened_again == {6, 7}
+    alone.now += 1.0
+    go_on()
+    assert sorted(alone.met[2:]) == [6, 7]
+    alone.now += 5.0
+    go_on()
+    assert len(alone.met) == 4 and not alone.watch._opened_again
+    alone.watch._opened(6)
+    assert len(alone.met) == 5
+
+
+def test_openings_of_very_many_processes_are_not_remembered_for_ever(
+    alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "_OPENED_KEPT", 10)
+    for pid in range(100):
+        alone.watch._opened(pid)
+    assert alone.met == list(range(100)) and len(alone.watch._opened_at) <= 11
+
+
+@pytest.mark.parametrize("falls_back", [False, True])
+def test_an_engine_that_ended_is_begun_anew_and_what_it_lost_counts_once(
+    alone: Alone, falls_back: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, old, new = alone.watch, alone.engine, Following()
+
+    def start_bpf() -> Following | None:
+        if not falls_back:
+            return new
+        made._bpftrace = "/bpftrace", (0, 20)
+        return None
+
+    monkeypatch.setattr(made, "_start_bpf", start_bpf)
+    monkeypatch.setattr(made, "_start_bpftrace", lambda: new)
+    old.lost = 4
+    made._count_lost()
+    old.lost, old.ended = 6, True
+    made._watch_engines(alone.now)
+    assert made._engine is new and old.stopped == 1 and made.metrics.engine_restarts == 1
+    assert made._lost_now() == made.metrics.lost == 6 and made.metrics.watching == 1
+    new.lost = 1
+    made._count_lost()
+    made._count_lost()
+    assert [keys["events"] for what, keys in alone.told if what == "lost"] == [4, 3]
+    assert alone.begun == int(falls_back)  # its record says which engine made it
+
+
+def test_what_an_engine_missed_is_no_more_than_that_once_another_has_begun(
+    alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(alone.watch, "_start_bpf", lambda: Following(hits=2))
+    alone.engine.hits = 5
+    alone.watch._count_missed(now=True)
+    alone.engine.ended = True
+    alone.watch._watch_engines(alone.now)
+    alone.watch._count_missed(now=True)
+    assert alone.watch.metrics.missed == 7
 
 
 # A failure in the record, and its verdict
@@ -1344,6 +1677,15 @@ def test_misses_are_those_of_programs_for_probes(tmp_path: Path) -> None:
     assert len(programs) == 2 and engine.missed_hits(programs) == 3
 
 
+def test_a_process_that_goes_on_opening_is_looked_at_again_by_the_loop(
+    watched: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    met: list[int] = []
+    monkeypatch.setattr(Node, "meet", lambda _self, pid: met.append(pid))
+    watched([line(f"O|6|{100 + at}|0") for at in range(20)])
+    assert met == [6, 6]
+
+
 def test_a_bpftrace_that_dies_is_started_anew_and_said(watched: Any) -> None:
     made, said, _ = watched([], then="sleep 0.5")
     assert made.metrics.engine_restarts >= 1 and any("starting it anew" in text for text in said)
@@ -1375,3 +1717,40 @@ def test_what_is_packaged_calls_watch_with_options_that_it_has(name: str) -> Non
     assert {"--out", "--metrics"} <= given <= known
     for capability in ("SYS_ADMIN", "SYS_PTRACE", "BPF", "PERFMON"):
         assert capability in text
+
+
+def test_a_restart_that_fails_still_tells_what_was_seen(alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise EnvironmentProblem("no more")
+
+    monkeypatch.setattr(alone.watch, "_start_bpf", refuse)
+    alone.watch._suppressed["memlock", "ENOMEM", "app"] = 5
+    alone.engine.ended = True
+    alone.watch._output.end = lambda _outcome: None
+    with pytest.raises(EnvironmentProblem):
+        alone.watch._watch_engines(alone.now)
+    alone.watch._finish()
+    assert {"stopped", "suppressed"} <= {what for what, _ in alone.told}
+
+
+def test_what_an_engine_lost_that_never_took_over_stays_counted(alone: Any) -> None:
+    alone.watch._next = Following(lost=3)
+    alone.watch._count_lost()
+    alone.watch._drop_next()
+    assert alone.watch._lost_now() == 3 and alone.watch._lost_near(1e6) == 0
+
+
+def test_the_marker_asks_by_the_kernels_clock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(process, "_boottime_offset", lambda: 10**15)
+    made = Marker(lambda *_: None, tmp_path)
+    made.ask(10.0)
+    assert made._ns <= process.kernel_boottime()
+
+
+def test_functions_of_a_module_that_is_only_coming_are_left_out_until_it_is_loaded() -> None:
+    found = Functions(
+        inner=[Function("dma_buf_get", ""), Function("mlx5_core_create_mkey", "mlx5_core")],
+        drivers=[Function("rxe_reg_user_mr", "rdma_rxe"), Function("efa_reg_mr", "efa")],
+    )
+    left = without_coming(found, {"rdma_rxe"})
+    assert [item.name for item in (*left.inner, *left.drivers)] == ["dma_buf_get", "rxe_reg_user_mr"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +27,8 @@ from regrepro.watch.bpf_engine import BpfEngine
 from regrepro.watch.copies import Copy
 from regrepro.watch.events import Correlator, Failure, LibraryWord, PlainPin, StuckPage
 from regrepro.watch.functions import Function, Functions
+from regrepro.watch.library_probes import LibraryProbes
+from regrepro.watch.process import kernel_boottime
 from regrepro.watch.program import Layout, PageOffsets, RequestOffsets, TaskOffsets
 from regrepro.watch.registrations import KEY, NO_SIZE, SIZE_KEY, Account
 from regrepro.watch.request_programs import ALL, NOTHING, REQUEST_WORDS
@@ -113,6 +116,7 @@ class Kernel:
     refuse_attaching: Callable[[str], int] = lambda _on: 0
     missed: dict[int, int] = field(default_factory=dict)
     removed: list[bytes] = field(default_factory=list)
+    counters: dict[str, Any] = field(default_factory=dict)
     closed: int = 0
     writes: bool = False  # there is a record that is not whole yet
 
@@ -121,10 +125,11 @@ class Kernel:
         self.machine.ring = open_one()
         return KernelRing(self)
 
-    def counter(self, _name: str) -> SimpleNamespace:
+    def counter(self, name: str) -> SimpleNamespace:
         fd = open_one()
         self.machine.maps[fd] = Map(4, 8, 1, array=True)
-        made = SimpleNamespace(fd=fd, value=17)
+        made = SimpleNamespace(fd=fd, value=17 if name == "regrepro_lost" else 0)
+        self.counters[name] = made
         made.close = lambda: os.close(fd)
         return made
 
@@ -465,7 +470,7 @@ def test_a_request_that_nobody_saw_begin_is_doubted(kernel: Kernel, told: Told) 
 
 def number_of(made: BpfEngine, function: str, name: str = "") -> int:
     """Return the number of the records that a method of the engine takes (`name`: of this function)."""
-    for number, told in enumerate(made._told):
+    for number, (_, told) in enumerate(made._told):
         method = getattr(told, "func", told)
         if method.__name__ == function and name in (*getattr(told, "args", ()), ""):
             return number
@@ -575,9 +580,21 @@ def test_records_that_are_none_are_counted(kernel: Kernel, told: Told) -> None:
     feed(kernel, number_of(made, "_request_failed", MR), 1, 2)
     feed(kernel, number_of(made, "_pin_failed"), 1)
     feed(kernel, number_of(made, "_failed_inside"))
-    made.take(LATER)
-    assert made.correlator.counts.malformed == 9 and not told.complete
+    for method, words in (
+        ("_opened", 1),
+        ("_failed_inside", 2),
+        ("_migration_failed", 2),
+        ("_pin_failed", 5),
+    ):
+        feed(kernel, number_of(made, method), *range(words))
+    feed(kernel, number_of(made, "_opened"), pid=42)
+    while not made.take(LATER):
+        pass
+    assert made.correlator.counts.malformed == 13 and not told.complete and not told.correlator._inner
+    assert told.opened == [42]
+    assert made.lost == 17 + 13  # what they told is as lost as what found no room
     made.stop()
+    assert made.lost == 17 + 13
 
 
 def test_what_keeps_coming_is_left_for_later_and_taken_when_it_stops(kernel: Kernel, told: Told) -> None:
@@ -619,14 +636,36 @@ def test_a_failed_request_is_announced_before_it_is_handed_on(kernel: Kernel, to
     made.stop()
 
 
-def test_what_went_on_well_is_forgotten_in_time(kernel: Kernel, told: Told) -> None:
+def test_what_went_on_well_is_forgotten_in_time(
+    kernel: Kernel, told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, minutes = 10**12, 60 * 10**9
+    monkeypatch.setattr(bpf_engine, "kernel_boottime", lambda: now)
     made = engine(told)
-    feed(kernel, number_of(made, "_failed_inside", "rxe_reg_user_mr"), -12, ns=1)
+    number = number_of(made, "_failed_inside", "rxe_reg_user_mr")
+    feed(kernel, number, -12, ns=now - 2 * minutes - 1)
+    feed(kernel, number, -12, ns=now - 2 * minutes + 1, tid=8)
     made.take(LATER)
-    assert 7 in told.correlator._inner
+    assert set(told.correlator._inner) == {7, 8}
     made._forget_at = 0.0
     made.take(LATER)
-    assert not told.correlator._inner and made._forget_at > time.monotonic()
+    assert set(told.correlator._inner) == {8} and made._forget_at > time.monotonic()
+    made.stop()
+
+
+def test_while_there_is_more_to_take_nothing_is_forgotten_that_it_may_be_of(
+    kernel: Kernel, told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bpf_engine, "kernel_boottime", lambda: 10**15)
+    made = engine(told)
+    feed(kernel, number_of(made, "_failed_inside", "rxe_reg_user_mr"), -12, ns=950)
+    kernel.writes = True
+    made._forget_at = 0.0
+    assert made.take(LATER) is False and 7 in told.correlator._inner
+    feed(kernel, number_of(made, "_request_failed", DMABUF), *request(since=900), ns=1000)
+    made._forget_at = 0.0
+    made.take(LATER)
+    assert [item.function for item in told.complete[0].inner] == ["rxe_reg_user_mr"]
     made.stop()
 
 
@@ -680,9 +719,10 @@ def test_verbs_that_are_not_followed_where_they_fail_are_followed_at_return_and_
     del one.offsets["ibv_reg_mr_iova2"]
     kernel.attached.clear()
     before = descriptors()
+    assert not made.follows(one)
     made.follow(one)
     path = one.library.path
-    assert kernel.attached == [f"uretprobe {path}:256", f"uprobe {path}:256"]
+    assert kernel.attached == [f"uretprobe {path}:256", f"uprobe {path}:256"] and made.follows(one)
     assert made.follows_libraries and made.probes == 12
     made.follow(one)
     assert len(kernel.attached) == 2
@@ -730,6 +770,10 @@ def test_a_verb_that_gives_null_is_the_librarys_word(
     on = f"{one.library.path}:{one.offsets[verb]}"
     kernel.run(f"uprobe {on}", *parameters)
     kernel.run(f"uretprobe {on}", ret=0x5555)
+    kernel.run(f"uretprobe {on}", ret=0)  # the entry of this one was passed over
+    made.take(LATER)
+    assert not told.correlator.alone
+    kernel.run(f"uprobe {on}", *parameters)
     kernel.run(f"uretprobe {on}", ret=0)
     made.take(LATER)
     (word,) = told.correlator.alone
@@ -737,6 +781,20 @@ def test_a_verb_that_gives_null_is_the_librarys_word(
     assert (word.tid, word.pid, word.ns) == (7, 6, kernel.machine.ns)
     told.correlator.settle(LATER)
     assert told.complete[0].verb == verb
+    made.stop()
+
+
+def test_a_verb_that_calls_another_is_told_once_as_the_other(kernel: Kernel, told: Told) -> None:
+    made = engine(told)
+    one = copy()
+    made.follow(one)
+    outer, inner = (f"{one.library.path}:{one.offsets[verb]}" for verb in ("ibv_reg_mr", "ibv_reg_mr_iova2"))
+    kernel.run(f"uprobe {outer}", 1, 0x7000, 4096, 7)
+    kernel.run(f"uprobe {inner}", 1, 0x7000, 4096, 0x7000, 7)
+    kernel.run(f"uretprobe {inner}", ret=0)
+    kernel.run(f"uretprobe {outer}", ret=0)
+    made.take(LATER)
+    assert [word.verb for word in told.correlator.alone] == [2]
     made.stop()
 
 
@@ -772,8 +830,9 @@ def words(told: Told, kernel: Kernel, tmp_path: Path) -> Iterator[tuple[Watch, B
             word(item)
         return len(taken)
 
-    watch._library_probes = SimpleNamespace(take=take)  # type: ignore[assignment]
+    watch._library_probes = SimpleNamespace(take=take, lost=0)  # type: ignore[assignment]
     watch._engine = made
+    watch._lost_seen = made.lost
     yield watch, made, coming
     made.stop()
     for fd in watch._waker:
@@ -835,13 +894,100 @@ def test_a_word_from_after_the_reading_waits_for_the_next(
     kernel: Kernel, told: Told, words: tuple[Watch, BpfEngine, list[LibraryWord]]
 ) -> None:
     watch, made, coming = words
-    soon = time.clock_gettime_ns(time.CLOCK_BOOTTIME) + 100_000_000
+    soon = kernel_boottime() + 100_000_000
     coming.append(word(soon))
     watch._take_in_order(made)
     assert watch._more and not told.complete
     feed(kernel, number_of(made, "_request_failed", MR), *request(since=1), ns=soon - 1)
     take_all(watch, made)
     assert [(item.function, item.verb) for item in told.complete] == [(MR, "ibv_reg_mr_iova2")]
+
+
+def test_words_do_not_pile_up_while_a_flood_goes_on(
+    kernel: Kernel, told: Told, words: tuple[Watch, BpfEngine, list[LibraryWord]]
+) -> None:
+    watch, made, coming = words
+    for number in range(50):
+        coming.append(word(10 * number + 5))
+        feed(kernel, number_of(made, "_request_failed", MR), *request(since=1), ns=10 * number + 6, tid=8)
+    coming.append(word(1000))
+    kernel.writes = True
+    watch._take_in_order(made)
+    assert watch._more and not told.correlator.alone
+    alone = [item.ns for item in told.complete if not item.function]
+    assert alone == [10 * number + 5 for number in range(50)]
+    assert [item.ns for item in watch._words] == [1000]  # of which the kernel may still say something
+
+
+def test_where_events_were_lost_a_word_that_stands_alone_is_doubted(
+    kernel: Kernel, told: Told, words: tuple[Watch, BpfEngine, list[LibraryWord]]
+) -> None:
+    watch, made, coming = words
+    watch._lost_seen -= 1
+    coming.append(word(50))
+    take_all(watch, made)
+    assert [item.doubt for item in told.complete] == ["events were lost near this failure"]
+
+
+def test_a_signal_ends_the_turns(
+    kernel: Kernel, told: Told, words: tuple[Watch, BpfEngine, list[LibraryWord]]
+) -> None:
+    watch, made, _ = words
+    turns: list[int] = []
+    before = watch._library_probes.take
+    watch._library_probes.take = lambda word: turns.append(0) or before(word)  # type: ignore[func-returns-value, method-assign]
+    kernel.writes = True
+    watch._take_in_order(made)
+    without, watch._stop = len(turns), signal.SIGTERM
+    watch._take_in_order(made)
+    assert watch._more and without > 1 and len(turns) == without + 1
+    kernel.writes = False
+
+
+def test_words_of_a_copy_that_is_forgotten_are_read_before_its_probes_are_gone(
+    kernel: Kernel, told: Told, words: tuple[Watch, BpfEngine, list[LibraryWord]]
+) -> None:
+    watch, _, coming = words
+    watch._library_probes.forget = lambda keys: coming.clear() if keys else None  # type: ignore[method-assign, assignment]
+    watch._words.append(word(20))
+    coming += [word(30), word(10)]
+    watch._copies.forget_unused = list  # type: ignore[method-assign]
+    watch._forget_unused()
+    assert len(coming) == 2
+    watch._copies.forget_unused = lambda: [(1, 2)]  # type: ignore[method-assign]
+    watch._forget_unused()
+    assert not coming and [item.ns for item in watch._words] == [10, 20, 30]
+
+
+def test_a_copy_that_the_engine_could_not_follow_at_return_is_followed_nowhere(
+    kernel: Kernel, words: tuple[Watch, BpfEngine, list[LibraryWord]]
+) -> None:
+    watch, made, _ = words
+    watch._library_probes = LibraryProbes()
+    one, other = copy(), copy((3, 4))
+    one.at_failure.add("ibv_reg_mr")
+    watch._copies.known = {one.key: one, other.key: other}
+    made.follow(one)
+    rows = watch._how_followed()
+    assert [row["at"] for row in rows] == ["failure", "return", "return", *["nowhere"] * 3]
+    watch._copies.known = {}
+
+
+def test_what_is_left_at_the_end_is_taken(
+    kernel: Kernel, told: Told, words: tuple[Watch, BpfEngine, list[LibraryWord]]
+) -> None:
+    watch, made, coming = words
+    watch._library_probes.close = lambda: None  # type: ignore[method-assign]
+    events: list[dict[str, Any]] = []
+    ended: list[str] = []
+    watch._output = SimpleNamespace(  # type: ignore[assignment]
+        event=lambda _kind, **keys: events.append(keys), end=ended.append
+    )
+    feed(kernel, number_of(made, "_request_failed", MR), *request(since=1), ns=40)
+    coming.append(word(50))
+    watch._finish()
+    assert [(item.function, item.verb) for item in told.complete] == [(MR, "ibv_reg_mr_iova2")]
+    assert events[-1]["what"] == "stopped" and ended == ["finished"] and made.ended
 
 
 # Modules that come later
@@ -876,6 +1022,65 @@ def test_registrations_of_a_driver_that_was_loaded_later_are_counted(kernel: Ker
     made.stop()
 
 
+@pytest.mark.parametrize("account", [None, Account()])
+def test_what_is_missing_of_drivers_is_not_once_one_is_followed(
+    kernel: Kernel, told: Told, account: Account | None
+) -> None:
+    functions = replace(deepcopy(FUNCTIONS), drivers=[], missing={"reg_user_mr": "none is loaded"})
+    made = engine(told, functions, account=account)
+    assert made.follow_new(functions, deepcopy(functions)) == [] and "reg_user_mr" in functions.missing
+    assert made.follow_new(functions, deepcopy(FUNCTIONS)) == ["rxe_reg_user_mr"]
+    assert not functions.missing
+    made.stop()
+
+
+def test_functions_of_a_module_that_is_loaded_again_are_followed_again(kernel: Kernel, told: Told) -> None:
+    names = ["rxe_reg_user_mr", "mlx5_core_create_mkey"]
+    found = deepcopy(FUNCTIONS)
+    found.inner.append(Function("mlx5_core_create_mkey", "mlx5_core", ("dev",), type_id=21))
+    functions = deepcopy(found)
+    kernel.refuse = lambda how, name: (
+        errno.EINVAL if how == "fexit" and name in [one[:15] for one in names] else 0
+    )
+    made = engine(told, functions)
+    assert set(made.by_kprobe) == set(names) and made.follow_new(functions, found) == []
+    made.forget_modules(functions, {"ib_ipoib"})
+    assert set(made.by_kprobe) == set(names) and made.follow_new(functions, found) == []
+    made.forget_modules(functions, {"rdma_rxe", "mlx5_core"})
+    assert not made.by_kprobe and not functions.drivers and len(functions.inner) == 2
+    kernel.attached.clear()
+    assert set(made.follow_new(functions, found)) == set(names)
+    assert set(kernel.attached) == {f"kretprobe {name}" for name in names} and set(made.by_kprobe) == set(
+        names
+    )
+    made.stop()
+
+
+@pytest.mark.parametrize("account", [None, Account()])
+def test_what_could_not_be_followed_of_a_module_is_tried_again_when_it_is_loaded_again(
+    kernel: Kernel, told: Told, account: Account | None
+) -> None:
+    functions = replace(deepcopy(FUNCTIONS), drivers=[])
+    made = engine(told, functions, account=account)
+    kernel.refuse_attaching = lambda _on: errno.ENOENT
+    assert made.follow_new(functions, FUNCTIONS) == [] and "rxe_reg_user_mr" in functions.missing
+    kernel.refuse_attaching = lambda _on: 0
+    assert made.follow_new(functions, FUNCTIONS) == []
+    made.forget_modules(functions, {"rdma_rxe"})
+    assert not functions.missing and made.follow_new(functions, FUNCTIONS) == ["rxe_reg_user_mr"]
+    made.stop()
+
+
+def test_drivers_whose_registrations_are_counted_cannot_be_unloaded_and_are_kept(
+    kernel: Kernel, told: Told
+) -> None:
+    functions = deepcopy(FUNCTIONS)
+    made = engine(told, functions, account=Account())
+    made.forget_modules(functions, {"rdma_rxe"})
+    assert made.follow_new(functions, FUNCTIONS) == [] and len(functions.drivers) == 1
+    made.stop()
+
+
 # What is counted
 
 
@@ -897,9 +1102,11 @@ def test_what_was_counted_since_the_last_time_is_handed_on(kernel: Kernel, told:
     account_now(made)
     assert not account.rows and not account.changed
     count(kernel, made, os.getpid(), 3, 3 << 12)
+    kernel.counters["regrepro_uncount"].value = 3
     sizes[SIZE_KEY.pack(0, 1, 12)] = bytearray(struct.pack("=Q", 3))
     account_now(made)
     assert account.totals() == {("host", "rxe"): (3, 3 << 12)} and account.changed
+    assert account.uncounted == account.as_record()["uncounted"] == 3
     account.changed = False
     account_now(made)
     assert not account.changed
@@ -966,3 +1173,49 @@ def test_the_librarys_numbers_are_those_of_the_verbs(kernel: Kernel, told: Told)
         made._library_failed(verb, 7, 6, 1000, range(6))
     assert [word.verb for word in words] == [1, 2, 3]
     made.stop()
+
+
+def test_that_there_was_no_room_to_count_is_told_by_itself(kernel: Kernel, told: Told) -> None:
+    account = Account()
+    made = engine(told, account=account)
+    kernel.counters["regrepro_uncount"].value = 3
+    account_now(made)
+    made.stop()
+    assert account.changed and account.as_record()["uncounted"] == 3
+
+
+def test_words_that_are_left_at_a_signal_in_a_flood_are_told(
+    kernel: Kernel, told: Told, words: tuple[Watch, BpfEngine, list[LibraryWord]]
+) -> None:
+    watch, made, coming = words
+    watch._library_probes.close = lambda: None  # type: ignore[method-assign]
+    watch._output = SimpleNamespace(event=lambda *_a, **_k: None, end=lambda _o: None)  # type: ignore[assignment]
+    for number in range(200):
+        feed(kernel, number_of(made, "_request_failed", MR), *request(since=1), ns=10 * number + 6, tid=8)
+    coming.append(word(5000))
+    watch._stop = 15
+    watch._finish()
+    assert [failure.ns for failure in told.complete if failure.tid == 7] == [5000]
+
+
+def test_words_of_an_engine_that_ended_are_told(
+    kernel: Kernel,
+    told: Told,
+    words: tuple[Watch, BpfEngine, list[LibraryWord]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(_ring: KernelRing) -> Iterator[bytes]:
+        raise OSError(errno.EBADMSG, "no ring")
+
+    watch, made, coming = words
+    watch._output = SimpleNamespace(event=lambda *_a, **_k: None, begin=lambda: None)  # type: ignore[assignment]
+    monkeypatch.setattr(KernelRing, "take", broken)
+    kernel.writes = True
+    coming.append(word(50))
+    watch._take_in_order(made)
+    assert made.ended
+    monkeypatch.setattr(watch, "_start_bpf", lambda: made)
+    monkeypatch.setattr(time, "sleep", lambda _seconds: None)
+    watch._watch_engines(time.monotonic())
+    watch._engine = None
+    assert [(failure.tid, failure.doubt != "") for failure in told.complete] == [(7, True)]

@@ -109,6 +109,8 @@ def test_a_verb_is_followed_where_it_fails_or_else_left_to_bpftrace(probes: Libr
         {"copy": path, "verb": "ibv_reg_mr_iova2", "at": "failure"},
         {"copy": path, "verb": "ibv_reg_dmabuf_mr", "at": "return", "why": why},
     ]
+    assert [row["at"] for row in probes.how(made, at_return=False)] == ["failure", "nowhere"]
+    assert list(probes.how(made, at_return=False))[1]["why"] == why
     probes.forget([(7, 7)])
     assert probes.some
     probes.forget([made.key])

@@ -25,7 +25,7 @@ from regrepro.watch.program import REQUESTS, STUCK_PAGES, Layout, PageOffsets, R
 from regrepro.watch.registrations import KEY, NO_SIZE, SIZE_KEY
 from regrepro.watch.request_programs import ALL, NOTHING, REQUEST_WORDS, STACK_FRAMES, Context, Maps
 
-MAPS = Maps(ring=3, lost=4, requests=5, calls=6, pins=9, counts=7, sizes=8)
+MAPS = Maps(ring=3, lost=4, requests=5, calls=6, pins=9, counts=7, sizes=8, uncounted=10)
 GARBAGE = 0xABCD << 48
 NUMBER = 11
 HANDLER, OLD_HANDLER = "ib_uverbs_handler_UVERBS_METHOD_REG_MR", "ib_uverbs_reg_mr"
@@ -50,15 +50,16 @@ def machine() -> Machine:
             MAPS.pins: Map(4, programs.PIN_BYTES),
             MAPS.counts: Map(KEY.size, 16),
             MAPS.sizes: Map(SIZE_KEY.size, 8),
+            MAPS.uncounted: Map(4, 8, 1, array=True),
         },
         MAPS.ring,
     )
 
 
 def in_request(*state: int) -> Machine:
-    """One whose thread is in a request: since, calls, pages, list, reason."""
+    """One whose thread is in a request: since, calls, pages, list, reason, depth."""
     made = machine()
-    words = struct.pack("=5Q", *[*(state or (900,)), 0, 0, 0, 0, 0][:5])
+    words = struct.pack("=6Q", *[*(state or (900,)), 0, 0, 0, 0, 0][:6])
     made.maps[MAPS.requests].entries[made.thread] = bytearray(words)
     return made
 
@@ -69,6 +70,10 @@ def state(made: Machine) -> tuple[int, ...]:
 
 def lost(made: Machine) -> int:
     return made.maps[MAPS.lost].words(bytes(4))[0]
+
+
+def uncounted(made: Machine) -> int:
+    return made.maps[MAPS.uncounted].words(bytes(4))[0]
 
 
 def context(*parameters: int, ret: int) -> bytes:
@@ -171,15 +176,15 @@ def test_a_request_begins_with_an_entry_and_later_ones_begin_anew_in_it() -> Non
     made = machine()
     program = programs.begin_request(MAPS, programs.by_trampoline(1))
     assert made.run(program, BEGIN) == 0
-    assert state(made) == (1000, 0, 0, 0, 0)
-    made.maps[MAPS.requests].entries[made.thread][:] = struct.pack("=5Q", 1, 5, 9, 77, 88)
+    assert state(made) == (1000, 0, 0, 0, 0, 0)
+    made.maps[MAPS.requests].entries[made.thread][:] = struct.pack("=6Q", 1, 5, 9, 77, 88, 2)
     made.ns = 2000
     made.run(program, BEGIN)
-    assert state(made) == (2000, 0, 0, 77, 88)
-    assert made.ran <= 17
+    assert state(made) == (2000, 0, 0, 77, 88, 0)
+    assert made.ran <= 18
     made.tid = 8
     made.run(program, BEGIN)
-    assert len(made.maps[MAPS.requests].entries) == 2 and state(made) == (2000, 0, 0, 0, 0)
+    assert len(made.maps[MAPS.requests].entries) == 2 and state(made) == (2000, 0, 0, 0, 0, 0)
     assert not made.records
 
 
@@ -235,7 +240,7 @@ def test_a_request_that_fails_is_told_with_every_word(handler: str) -> None:
     assert comm == b"a long name of \0"
     rest = {"asked_fd": NOTHING, "present": ALL} if handler == OLD_HANDLER else {}
     assert words == EXPECTED | rest
-    assert state(made) == (900, 4, 2048, 0, 0)
+    assert state(made) == (900, 4, 2048, 0, 0, 0)
 
 
 @pytest.mark.parametrize("handler", [OLD_HANDLER, HANDLER, DMABUF_HANDLER])
@@ -263,14 +268,14 @@ def test_a_request_that_nobody_saw_begin_has_no_beginning() -> None:
 
 
 @pytest.mark.parametrize("handler", [OLD_HANDLER, HANDLER])
-def test_memory_that_cannot_be_read_is_0(handler: str) -> None:
+def test_memory_that_cannot_be_read_is_0_and_a_request_of_it_is_not_known(handler: str) -> None:
     made = in_request()
     made.kernel.put_word(BUNDLE + REQUEST.command, USER)
     made.run(end(handler), context(BUNDLE, ret=-22))
     words = dict(zip(REQUEST_WORDS, told(made), strict=True))
     assert words["start"] == words["memlock"] == words["pinned"] == 0
     assert words["asked_start"] == words["asked_length"] == words["asked_access"] == 0
-    assert words["present"] == (ALL if handler == OLD_HANDLER else 0)
+    assert words["present"] == (NOTHING if handler == OLD_HANDLER else 0)
 
 
 def test_of_the_old_request_each_part_is_read_by_itself() -> None:
@@ -280,6 +285,14 @@ def test_of_the_old_request_each_part_is_read_by_itself() -> None:
     made.run(end(), context(BUNDLE, ret=-22))
     words = dict(zip(REQUEST_WORDS, told(made), strict=True))
     assert (words["asked_start"], words["asked_length"], words["asked_iova"]) == (2, 3, 0)
+    assert words["present"] == NOTHING and words["asked_fd"] == NOTHING
+
+
+def test_an_old_request_of_which_the_kernel_has_no_address_is_not_known() -> None:
+    made = in_request()
+    made.run(end(), context(BUNDLE, ret=-22))
+    words = dict(zip(REQUEST_WORDS, told(made), strict=True))
+    assert words["present"] == NOTHING and words["asked_start"] == words["asked_length"] == 0
 
 
 # What happens inside of a request
@@ -294,7 +307,7 @@ def test_pins_that_succeed_are_counted_and_not_told() -> None:
     for ret in (512, 0, 1):
         made.run(pin(), context(0x1000, 512, 1, 0, ret=word(ret, high=0)))
         assert made.ran <= 22
-    assert state(made) == (900, 5, 613, 0, 0)
+    assert state(made) == (900, 5, 613, 0, 0, 0)
     assert not made.records
 
 
@@ -302,7 +315,7 @@ def test_a_pin_that_fails_is_told_and_counted_too() -> None:
     made = in_request(900, 2, 100)
     made.run(pin(), context(0x7F0000001000, word(512), word(0x100), 0, ret=word(-14)))
     assert told(made) == [-14 & NOTHING, 0x7F0000001000, 512, 0x100]
-    assert state(made) == (900, 3, 100, 0, 0)
+    assert state(made) == (900, 3, 100, 0, 0, 0)
 
 
 def test_pins_of_others_are_none_of_ours() -> None:
@@ -456,22 +469,73 @@ def test_without_offsets_of_pages_none_are_told() -> None:
     assert list(programs.migration_pages(told(made))) == []
 
 
+KEEP = programs.keep_migration(MAPS, Context(PROBE.parameters, None))
+
+
 def test_by_kprobes_the_list_is_kept_from_the_beginning_and_used_once() -> None:
     made = in_request(900, 3, 40)
     found = pages(made, 2)
-    keep = programs.keep_migration(MAPS, Context(PROBE.parameters, None))
-    made.run(keep, by_probe([HEAD, 1, 2, 3, 4, word(9)]))
-    assert state(made)[:4] == (900, 3, 40, HEAD) and state(made)[4] & 0xFFFFFFFF == 9
+    made.run(KEEP, by_probe([HEAD, 1, 2, 3, 4, word(9)]))
+    assert state(made)[:4] == (900, 3, 40, HEAD) and state(made)[4] & 0xFFFFFFFF == 9 and state(made)[5] == 1
     made.run(migration(kprobe=True), by_probe(ret=word(2)))
     words = told(made)
     assert words[:2] == [2, 9] and list(programs.migration_pages(words)) == expected_pages(found)
-    assert state(made)[:4] == (900, 3, 40, 0)
-    made.records.clear()
-    made.run(migration(kprobe=True), by_probe(ret=word(2)))
-    assert list(programs.migration_pages(told(made))) == []
+    assert state(made)[:3] == (900, 3, 40) and state(made)[5] == 0
+    made.run(KEEP, by_probe([HEAD, 1, 2, 3, 4, word(9)]))
+    made.run(migration(kprobe=True), by_probe(ret=word(0)))
+    assert state(made)[5] == 0 and len(made.records) == 1
     others = machine()
-    others.run(keep, by_probe([HEAD, 1, 2, 3, 4, 9]))
-    assert not others.maps[MAPS.requests].entries
+    others.run(KEEP, by_probe([HEAD, 1, 2, 3, 4, 9]))
+    others.run(migration(kprobe=True), by_probe(ret=word(2)))
+    assert not others.maps[MAPS.requests].entries and not others.records
+
+
+@pytest.mark.parametrize("inner", [3, 0, -12])
+@pytest.mark.parametrize("reason", [0, 9])
+def test_by_kprobes_a_migration_within_another_neither_hides_it_nor_is_told_in_its_place(
+    inner: int, reason: int
+) -> None:
+    made = in_request()
+    found = pages(made, 2)
+    made.run(KEEP, by_probe([HEAD, 1, 2, 3, 4, word(9)]))
+    for _ in range(2):  # compaction, for the pages that the first moves to
+        made.run(KEEP, by_probe([HEAD + 0x1000, 1, 2, 3, 4, word(reason)]))
+        made.run(migration(kprobe=True), by_probe(ret=word(inner)))
+    assert not made.records
+    made.run(migration(kprobe=True), by_probe(ret=word(2)))
+    words = told(made)
+    assert words[:2] == [2, 9] and list(programs.migration_pages(words)) == expected_pages(found)
+
+
+def test_by_kprobes_a_migration_that_moves_all_is_not_told_for_one_within_it() -> None:
+    made = in_request()
+    for place in (HEAD, HEAD + 0x1000):
+        made.run(KEEP, by_probe([place, 1, 2, 3, 4, word(9)]))
+    for ret in (3, 0):
+        made.run(migration(kprobe=True), by_probe(ret=word(ret)))
+    assert not made.records and state(made)[5] == 0
+
+
+def test_by_kprobes_a_return_that_was_missed_is_made_up_for_by_the_next_request() -> None:
+    made = in_request()
+    found = pages(made, 2)
+    begin = programs.begin_request(MAPS, programs.by_trampoline(1))
+    made.run(KEEP, by_probe([HEAD + 0x1000, 1, 2, 3, 4, word(9)]))
+    made.run(begin, BEGIN)
+    made.run(KEEP, by_probe([HEAD, 1, 2, 3, 4, word(9)]))
+    made.run(migration(kprobe=True), by_probe(ret=word(2)))
+    assert list(programs.migration_pages(told(made))) == expected_pages(found)
+
+
+def test_by_kprobes_a_return_without_its_entry_tells_nothing() -> None:
+    made = in_request()
+    pages(made, 2)
+    made.run(migration(kprobe=True), by_probe(ret=word(2)))
+    assert not made.records and state(made)[5] == 0
+    made.run(KEEP, by_probe([HEAD, 1, 2, 3, 4, word(9)]))
+    for _ in range(3):
+        made.run(migration(kprobe=True), by_probe(ret=word(2)))
+    assert len(made.records) == 1 and state(made)[5] == 0
 
 
 # Pins of others, and openings
@@ -539,10 +603,32 @@ def test_a_verb_that_gives_null_is_told_with_what_it_was_called_with() -> None:
     made.run(call, by_probe([1, 2, 3, 4, 5, 6]))
     made.run(call, by_probe(parameters))
     assert made.maps[MAPS.calls].words(made.thread) == tuple(parameters)
-    made.run(back, by_probe(ret=0x7F00))
-    assert not made.records and made.ran <= 5
     made.run(back, by_probe(ret=0))
     assert told(made) == parameters
+
+
+def test_of_verbs_that_call_one_another_the_inner_is_told_and_only_it() -> None:
+    made = machine()
+    call = programs.library_call(MAPS, PROBE)
+    back = programs.library_return(MAPS, PROBE, NUMBER)
+    outer = programs.library_return(MAPS, PROBE, NUMBER + 1)
+    made.run(call, by_probe([1, 2, 3, 4, 5, 6]))
+    made.run(call, by_probe([1, 2, 3, 9, 5, 6]))
+    made.run(back, by_probe(ret=0))
+    made.run(outer, by_probe(ret=0))
+    assert told(made) == [1, 2, 3, 9, 5, 6]
+
+
+def test_a_return_whose_entry_was_missed_is_not_told_with_an_earlier_calls_parameters() -> None:
+    made = machine()
+    call = programs.library_call(MAPS, PROBE)
+    back = programs.library_return(MAPS, PROBE, NUMBER)
+    for ret in (0x7F00, 0):
+        made.run(call, by_probe([1, 2, 3, 4, 5, 6]))
+        made.run(back, by_probe(ret=ret))
+        assert len(made.records) == (ret == 0)
+        made.run(back, by_probe(ret=0))
+        assert len(made.records) == (ret == 0)
 
 
 def test_a_return_whose_call_nobody_saw_is_not_told() -> None:
@@ -636,9 +722,25 @@ def test_what_finds_no_room_in_the_maps_is_left_out() -> None:
     made.pid = 60
     made.run(registered(), registration(1 << 20))
     assert counted(made) == {(2, 1, 6, 0, APP): (1, 4096)} and sizes(made) == {(2, 1, 12): 1}
+    assert uncounted(made) > 0
+    before = uncounted(made)
     made.pid = 6
     made.run(registered(), registration(4096))
     assert counted(made) == {(2, 1, 6, 0, APP): (2, 8192)} and sizes(made) == {(2, 1, 12): 2}
+    assert uncounted(made) == before
+
+
+@pytest.mark.parametrize(("full", "pid", "length"), [(MAPS.counts, 60, 4096), (MAPS.sizes, 6, 1 << 20)])
+def test_what_finds_no_room_in_one_of_the_maps_is_counted_as_that(full: int, pid: int, length: int) -> None:
+    made = in_request(900, 1)
+    made.run(registered(), registration(4096))
+    made.maps[full].limit = 1
+    made.pid = pid
+    for _ in range(3):
+        made.run(registered(), registration(length))
+    assert uncounted(made) == 3 and len(counted(made)) == len(sizes(made)) == 1
+    assert sum(sizes(made).values()) == (4 if full == MAPS.counts else 1)
+    assert sum(count for count, _ in counted(made).values()) == (1 if full == MAPS.counts else 4)
 
 
 class Raced(Map):
@@ -654,6 +756,7 @@ def test_what_another_cpu_counted_first_is_added_to() -> None:
     made.maps[MAPS.counts], made.maps[MAPS.sizes] = Raced(KEY.size, 16), Raced(SIZE_KEY.size, 8)
     made.run(registered(), registration(4096))
     assert counted(made) == {(2, 1, 6, 0, APP): (6, 4101)} and sizes(made) == {(2, 1, 12): 6}
+    assert uncounted(made) == 0
 
 
 # A ring that is full
@@ -696,7 +799,7 @@ def kernel_maps() -> Iterator[Maps]:
     fds: list[int] = []
     try:
         with bpf.Ring(os.sysconf("SC_PAGE_SIZE")) as ring:
-            counter = bpf.Counter("test")
+            counter, uncounted = bpf.Counter("test"), bpf.Counter("test")
             for kind, key, value in (
                 (bpf.MAP_LRU_HASH, 4, programs.STATE_BYTES),
                 (bpf.MAP_LRU_HASH, 4, programs.CALL_BYTES),
@@ -705,8 +808,9 @@ def kernel_maps() -> Iterator[Maps]:
                 (bpf.MAP_HASH, SIZE_KEY.size, 8),
             ):
                 fds.append(bpf.open_map(kind, "test", key_size=key, value_size=value, entries=16))
-            yield Maps(ring.fd, counter.fd, *fds)
+            yield Maps(ring.fd, counter.fd, *fds, uncounted.fd)
             counter.close()
+            uncounted.close()
     except OSError as error:
         assert error.errno in (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EINVAL), error
         pytest.skip(str(error))
@@ -795,3 +899,16 @@ def test_the_verifier_takes_what_trampolines_run(kernel_maps: Maps) -> None:
         pytest.skip(str(error))
     if not taken:
         pytest.skip("this kernel's BTF has none of these functions")
+
+
+@pytest.mark.parametrize(
+    ("at", "bytes_there"),
+    [(0, struct.pack("=QQQQ", 1, 2, 3, 4)), (24, struct.pack("=QII", 4, 5, 6))],
+    ids=["access", "start"],
+)
+def test_of_an_old_request_that_cannot_be_read_whole_nothing_is_known(at: int, bytes_there: bytes) -> None:
+    made = in_request()
+    made.kernel.put_word(BUNDLE + REQUEST.command, USER)
+    made.user.put(USER + at, bytes_there)
+    made.run(end(), context(BUNDLE, ret=-22))
+    assert dict(zip(REQUEST_WORDS, told(made), strict=True))["present"] == NOTHING

@@ -12,7 +12,7 @@ import struct
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from regrepro.watch import request_programs as programs
 from regrepro.watch.copies import Copy
 from regrepro.watch.events import Asked, Correlator, Ended, Inner, LibraryWord, PlainPin, StuckPage, limits_of
 from regrepro.watch.functions import Function, Functions
+from regrepro.watch.process import kernel_boottime
 from regrepro.watch.program import ACCOUNT_SECONDS, VERBS, Layout
 from regrepro.watch.registrations import KEY, SIZE_KEY, Account
 from regrepro.watch.request_programs import Context, Maps
@@ -72,12 +73,14 @@ class BpfEngine:
         self.errors: list[str] = []
         self.by_kprobe: list[str] = []
         self.ended = False
-        self._told: list[Told] = []
+        self._told: list[tuple[int, Told]] = []
         self._requests: set[int] = set()  # numbers of programs that tell of failed requests
         self._taken: deque[bytes] = deque()  # records that were not handed on yet
+        self._last_ns = 0  # of the last record that was
         self._fds: list[int] = []  # of programs and of what they are attached to
         self._programs: list[int] = []
         self._modules: dict[str, int] = {}
+        self._refused: dict[str, str] = {}  # functions that could not be followed → their modules
         self._copies: dict[tuple[int, int], list[int]] = {}
         self._symbols: dict[int, str] = {}
         self._symbols_read = float("-inf")
@@ -85,6 +88,7 @@ class BpfEngine:
         self._lost = 0
         self._missed = 0  # by programs that are gone
         self._counter: bpf.Counter | None = None
+        self._uncounted: bpf.Counter | None = None
         self._ring: bpf.Ring | None = None
         self._maps = Maps(-1, -1, -1, -1, -1)
         calls = _CALLS.get(os.uname().machine)
@@ -118,7 +122,9 @@ class BpfEngine:
             ):
                 fd = bpf.open_map(bpf.MAP_HASH, name, key_size=key_size, value_size=size, entries=_THREADS)
                 self._fds.append(fd)
-        self._maps = Maps(self._ring.fd, self._counter.fd, *self._fds)
+            self._uncounted = bpf.Counter("regrepro_uncount")
+        counted = (self._uncounted.fd,) if self._uncounted is not None else ()
+        self._maps = Maps(self._ring.fd, self._counter.fd, *self._fds, *counted)
 
     # Attaching
 
@@ -137,16 +143,16 @@ class BpfEngine:
         if functions.migrate is not None and not self._follow(functions, functions.migrate, follow):
             functions.migrate = None
         for function in functions.pins:
-            number = self._number(partial(self._pin_failed, function.name))
+            number = self._number(partial(self._pin_failed, function.name), 4)
             self._at_exit(function, lambda c, n=number: programs.pin(self._maps, c, n))  # type: ignore[misc]
         for function in functions.plain_pins:
             if function.name in plain_pins and longterm:
                 self._follow_plain_pins(function, longterm)
         if functions.open is not None:
-            number = self._number(self._opened)
+            number = self._number(self._opened, 0)
             self._at_exit(functions.open, lambda c: programs.opened(self._maps, c, number))
         for function in functions.entries:
-            number = self._number(partial(self._request_failed, function.name))
+            number = self._number(partial(self._request_failed, function.name), len(programs.REQUEST_WORDS))
             self._requests.add(number)
             self._at_exit(
                 function,
@@ -157,8 +163,9 @@ class BpfEngine:
         for function in functions.entries:
             self._trampoline(function, bpf.TRACE_FENTRY, lambda c: programs.begin_request(self._maps, c))
 
-    def _number(self, told: Told) -> int:
-        self._told.append(told)
+    def _number(self, told: Told, words: int) -> int:
+        """Return the number of a program whose records have so many words behind the header."""
+        self._told.append((words, told))
         return len(self._told) - 1
 
     def follow_new(self, functions: Functions, found: Functions) -> list[str]:
@@ -174,7 +181,22 @@ class BpfEngine:
                     group.append(function)
                     new.append(function.name)
         self._close_modules()
+        if functions.drivers:
+            functions.missing.pop("reg_user_mr", None)
         return new
+
+    def forget_modules(self, functions: Functions, gone: Collection[str]) -> None:
+        """Forget functions of modules that have been unloaded, which those that are followed by trampolines
+        never are: when they come again they are to be followed again.
+        """
+        for group in (functions.inner, functions.drivers if self._account is None else []):
+            for function in [item for item in group if item.module in gone]:
+                group.remove(function)
+                if function.name in self.by_kprobe:
+                    self.by_kprobe.remove(function.name)
+        for name in [name for name, module in self._refused.items() if module in gone]:
+            functions.missing.pop(name, None)
+            del self._refused[name]
 
     def _follow_new_registrations(self, function: Function) -> None:
         self._follow_registrations(len(self._drivers), function)
@@ -184,18 +206,18 @@ class BpfEngine:
         while self._modules:
             os.close(self._modules.popitem()[1])
 
-    @staticmethod
-    def _follow(functions: Functions, function: Function, how: Callable[[Function], None]) -> bool:
+    def _follow(self, functions: Functions, function: Function, how: Callable[[Function], None]) -> bool:
         """Follow a function if the kernel lets anybody do so; say in `missing` why not."""
         try:
             how(function)
         except OSError as error:
             functions.missing[function.name] = f"it cannot be followed: {error.strerror}"
+            self._refused[function.name] = function.module
             return False
         return True
 
     def _follow_failures(self, function: Function) -> None:
-        number = self._number(partial(self._failed_inside, function.name))
+        number = self._number(partial(self._failed_inside, function.name), 1)
         # EAGAIN: the pages moved, and the pin is tried again.
         again = LAYERS.get(function.name) is Layer.UNPINNABLE
 
@@ -209,14 +231,14 @@ class BpfEngine:
             self._by_kprobe(function, make, at_return=True)
 
     def _follow_registrations(self, driver: int, function: Function) -> None:
-        number = self._number(partial(self._failed_inside, function.name))
+        number = self._number(partial(self._failed_inside, function.name), 1)
         self._at_exit(
             function,
             lambda c: programs.registered(self._maps, c, number, driver, dmabuf="dmabuf" in function.name),
         )
 
     def _follow_migrations(self, function: Function, reasons: Sequence[int]) -> None:
-        number = self._number(self._migration_failed)
+        number = self._number(self._migration_failed, programs.MIGRATION_WORDS)
 
         def make(context: Context) -> bytes:
             return programs.migration(self._maps, context, number, self._layout.pages, reasons)
@@ -229,7 +251,7 @@ class BpfEngine:
             self._by_kprobe(function, make, at_return=True)
 
     def _follow_plain_pins(self, function: Function, longterm: int) -> None:
-        number = self._number(partial(self._plain_pin, function.name))
+        number = self._number(partial(self._plain_pin, function.name), programs.PLAIN_PIN_WORDS)
         first = 1 if function.name.endswith("_remote") else 0  # behind the mm
 
         def make(context: Context) -> bytes:
@@ -289,7 +311,7 @@ class BpfEngine:
             for verb in copy.verbs() if not mine else ():
                 if verb in copy.at_failure or verb not in copy.offsets:
                     continue
-                number = self._number(partial(self._library_failed, verb))
+                number = self._number(partial(self._library_failed, verb), programs.CALL_BYTES // 8)
                 for at_return in (True, False):
                     context = self._registers
                     code = (
@@ -336,13 +358,18 @@ class BpfEngine:
 
     @property
     def lost(self) -> int:
-        """Records that found no room in the ring."""
-        return self._counter.value if self._counter is not None else self._lost
+        """Records that found no room in the ring, or that are not as they must be."""
+        lost = self._counter.value if self._counter is not None else self._lost
+        return lost + self.correlator.counts.malformed
 
     @property
     def waits(self) -> bool:
         """Whether there are records that are waiting for a later turn."""
         return bool(self._taken)
+
+    def follows(self, copy: Copy) -> bool:
+        """Whether it follows this copy at entry and return."""
+        return bool(self._copies.get(copy.key))
 
     @property
     def follows_libraries(self) -> bool:
@@ -377,7 +404,7 @@ class BpfEngine:
             self._take_account()
         if now > self._forget_at:
             self._forget_at = now + _FORGET_SECONDS
-            self.correlator.forget_stale(time.clock_gettime_ns(time.CLOCK_BOOTTIME))
+            self.correlator.forget_stale(kernel_boottime() if done else self._last_ns)
         return done
 
     def _fill(self) -> bool:
@@ -401,14 +428,20 @@ class BpfEngine:
         while self._taken:
             try:
                 number, task, ns, *words = struct.unpack(f"={len(self._taken[0]) // 8}Q", self._taken[0])
-                if ns >= until:
-                    return True
-                if number in self._requests:
-                    before(ns)
-                self._told[number](task & 0xFFFFFFFF, task >> 32, ns, words)
+                expected, told = self._told[number]
+                if len(words) != expected:
+                    raise ValueError(f"{len(words)} words")
             except (struct.error, ValueError, IndexError):
                 self.correlator.counts.malformed += 1
+                self._taken.popleft()
+                continue
+            if ns >= until:
+                return True
             self._taken.popleft()
+            if number in self._requests:
+                before(ns)
+            told(task & 0xFFFFFFFF, task >> 32, ns, words)
+            self._last_ns = ns
         return self._ring is None or self._ring.empty
 
     def _take_account(self) -> None:
@@ -441,6 +474,9 @@ class BpfEngine:
         }
         self._counted, self._gone = (rows, sizes), gone
         self._account.take_counted(new_rows, new_sizes, self._drivers)
+        if self._uncounted is not None:
+            uncounted, self._account.uncounted = self._account.uncounted, self._uncounted.value
+            self._account.changed |= uncounted != self._account.uncounted
 
     def stop(self) -> None:
         """Take all programs away. What they had still to say is read."""
@@ -461,6 +497,9 @@ class BpfEngine:
             self._lost = self._counter.value
             self._counter.close()
             self._counter = None
+        if self._uncounted is not None:
+            self._uncounted.close()
+            self._uncounted = None
 
     # Records
 

@@ -19,13 +19,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from regrepro.errors import errno_name
-from regrepro.watch.process import comm_of
+from regrepro.watch.process import comm_of, kernel_boottime
 from regrepro.watch.program import REQUESTS, VERBS, attribute_index
 
 USER_WAIT = 1.0  # seconds that the library's word may take after the kernel's
-_STALE_NS = 5_000_000_000  # inner failures of a thread that are older belong to a request that went on well
+# Inner failures of a thread that are older belong to a request that went on well; no request takes so long
+# between the failure and its end.
+_STALE_NS = 120_000_000_000
 _PINS_BITS = 40
-_INNER_LIMIT = 256  # lines kept for one thread
+_INNER_LIMIT = 256  # lines kept for one thread, the newest
+_MANY_INNER = f"only the last {_INNER_LIMIT} of what failed inside of this request are known"
 _SILENT_LIMIT = 1024  # failures of one thread that wait for a late word
 _NO_BEGIN = "nobody saw this request begin: what failed in it is not told from what came before"
 # So long after the kernel's word the library's of the same thread is of the same call, whatever it names.
@@ -86,6 +89,7 @@ class Failure:
     errno_inferred: bool = False
     doubt: str = ""  # why the kernel's part may not be whole
     since: float = 0.0  # time.monotonic() of its arrival
+    late: float = 0.0  # seconds that it arrived after it happened
     wait_until: float = 0.0  # for the library's word
 
     @property
@@ -231,12 +235,12 @@ class Correlator:
         self._on_complete = on_complete
         self._reasons = reasons or {}
         self._now = now
-        self._inner: dict[int, list[Inner]] = {}
+        self._inner: dict[int, deque[Inner]] = {}
         self._stuck: dict[int, list[StuckPage]] = {}
         self._asked: dict[int, Asked] = {}
         self._waiting: dict[int, Failure] = {}
         self._silent: dict[int, deque[Failure]] = {}  # that were complete without the library's word
-        self._alone: list[LibraryWord] = []  # of which the kernel has not said anything yet
+        self._alone: deque[LibraryWord] = deque()  # of which the kernel has not said anything yet
         self.library_speaks = False  # some copies say by their own way when they give NULL
         self.accepts: Callable[[int], bool] = lambda _ns: True
         self.on_open: Callable[[int], None] = lambda _pid: None
@@ -321,9 +325,7 @@ class Correlator:
 
     def failed_inside(self, tid: int, inner: Inner) -> None:
         """Take what failed inside of a thread's request, if it was one."""
-        kept = self._inner.setdefault(tid, [])
-        if len(kept) < _INNER_LIMIT:
-            kept.append(inner)
+        self._inner.setdefault(tid, deque(maxlen=_INNER_LIMIT)).append(inner)
 
     def _migration(self, rest: str) -> None:
         tid, ns, ret, reason = rest.split("|")
@@ -387,7 +389,9 @@ class Correlator:
     def request_failed(self, ended: Ended) -> None:
         """Take the end of a request that failed: the kernel's word about it is complete."""
         tid, ns, since = ended.tid, ended.ns, ended.since
-        inner = sorted(self._inner.pop(tid, []), key=lambda item: item.ns)
+        kept = self._inner.pop(tid, ())
+        inner = sorted(kept, key=lambda item: item.ns)
+        doubt = _NO_BEGIN if since == 0 else _MANY_INNER if _dropped(inner, since) else ""
         # What came before belongs to a request that went on well.
         inner = [item for item in inner if 0 < since <= item.ns <= ns]
         stuck = self._stuck.pop(tid, [])
@@ -411,8 +415,9 @@ class Correlator:
             inner=inner,
             stuck=stuck,
             awaits_user=ended.awaits_user,
-            doubt=_NO_BEGIN if since == 0 else "",
+            doubt=doubt,
             since=self._now(),
+            late=self._late(ns),
         )
         if asked is not None and since <= asked.ns <= ns:
             asked = asked.of(failure.function)
@@ -468,8 +473,11 @@ class Correlator:
         word.arrived = self._now()
         self._alone.append(word)
 
+    def _late(self, ns: int) -> float:
+        return (kernel_boottime() - ns) / 1e9
+
     @property
-    def alone(self) -> list[LibraryWord]:
+    def alone(self) -> deque[LibraryWord]:
         """Words of the library that the kernel may still have something to add to."""
         return self._alone
 
@@ -477,8 +485,10 @@ class Correlator:
         """All that the kernel said before `ns` has been taken, or will not come: the library's words from
         then stand alone. `doubt`: why that is not sure.
         """
+        if not self._alone:
+            return
         due = [word for word in self._alone if word.ns < ns]
-        self._alone = [word for word in self._alone if word.ns >= ns]
+        self._alone = deque(word for word in self._alone if word.ns >= ns)
         for word in due:
             self._report(word, doubt)
 
@@ -494,7 +504,9 @@ class Correlator:
     def _report(self, word: LibraryWord, doubt: str = "") -> None:
         """Hand out a failure of which the kernel's handlers said nothing."""
         comm = word.comm if word.comm is not None else comm_of(word.pid, word.tid)
-        failure = Failure(word.tid, word.pid, comm, word.ns, doubt=doubt, since=self._now())
+        failure = Failure(
+            word.tid, word.pid, comm, word.ns, doubt=doubt, since=self._now(), late=self._late(word.ns)
+        )
         if self.device_is_gone(word.pid):
             # What every command is then answered with before any handler runs (ib_uverbs_write(),
             # ib_uverbs_ioctl()).
@@ -503,7 +515,7 @@ class Correlator:
         for name, value in word.given.items():
             if name != "fd" or failure.dmabuf:
                 setattr(failure, name, value)
-        if failure.ret == 0 and failure.dmabuf:
+        if failure.ret == 0 and failure.dmabuf and not doubt:
             # What rdma-core's table of operations holds where the provider's library has no dma-buf.
             failure.ret = -errnos.EOPNOTSUPP
             failure.errno_inferred = True
@@ -541,7 +553,12 @@ class Correlator:
     def flush(self) -> None:
         """Complete all: the engine has ended."""
         self.overdue(float("inf"))
-        self.settle(1 << 63, "bpftrace ended before it was sure that it had told all")
+        self.settle(1 << 63, "what follows the kernel ended before it was sure that it had told all")
+
+
+def _dropped(inner: list[Inner], since: int) -> bool:
+    """Whether there may have been more in this request than was kept."""
+    return len(inner) == _INNER_LIMIT and inner[0].ns >= since
 
 
 def limits_of(memlock: int, pinned: int) -> dict[str, int | None]:

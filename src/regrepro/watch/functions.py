@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -195,8 +195,18 @@ class BtfFunctions:
 
 
 def loaded_modules(directory: Path = Path("/sys/module")) -> frozenset[str]:
-    """Return the modules that are loaded, or have parameters though they are built in."""
-    return frozenset(path.name for path in directory.iterdir())
+    """Return the modules that are loaded, or have parameters though they are built in; not those that are
+    only coming, of which the kernel lets nobody follow a function yet.
+    """
+    found = set()
+    for path in directory.iterdir():
+        try:
+            state = (path / "initstate").read_text().strip()
+        except OSError:  # built in
+            state = "live"
+        if state == "live":
+            found.add(path.name)
+    return frozenset(found)
 
 
 # enum migrate_reason, include/linux/migrate_mode.h since 5.17; MR_LONGTERM_PIN since 5.13.
@@ -246,6 +256,13 @@ def find_functions(
         found.missing["reg_user_mr"] = "no RDMA driver that is known here is loaded"
     values = btf.enum("migrate_reason")
     found.reasons = {values[key]: name for key, name in _REASONS.items() if key in values}
+    return found
+
+
+def without_coming(found: Functions, loaded: Collection[str]) -> Functions:
+    """Leave out functions of modules that are only coming: they can be followed once those are loaded."""
+    for group in (found.inner, found.drivers):
+        group[:] = [item for item in group if not item.module or item.module in loaded]
     return found
 
 

@@ -88,14 +88,17 @@ class LibraryProbes:
                 self._probes.remove(probe)
             raise
 
-    def how(self, copy: Copy) -> Iterator[dict[str, str]]:
-        """Yield how each verb of a copy is followed, as the record has it (docs/record.md)."""
+    def how(self, copy: Copy, *, at_return: bool = True) -> Iterator[dict[str, str]]:
+        """Yield how each verb of a copy is followed, as the record has it (docs/record.md). `at_return`:
+        whether the engine follows those that are not followed where they fail.
+        """
         for verb in copy.verbs():
             row = {"copy": copy.shown, "verb": verb}
             if verb in copy.at_failure:
                 yield row | {"at": "failure"}
             else:
-                yield row | {"at": "return", "why": self.why or self._why_not.get((copy.key, verb), "")}
+                at = "return" if at_return else "nowhere"
+                yield row | {"at": at, "why": self.why or self._why_not.get((copy.key, verb), "")}
 
     def forget(self, keys: Iterable[tuple[int, int]]) -> None:
         """Take the probes away of copies that are gone."""

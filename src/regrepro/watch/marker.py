@@ -8,12 +8,12 @@ is left.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 from regrepro.core.uprobes import online_cpus
+from regrepro.watch.process import kernel_boottime
 
 DEVICES = Path("/dev/infiniband")
 LATE_SECONDS = 5.0  # of silence, in which bpftrace must have told
@@ -40,7 +40,7 @@ class Marker:
         if self._awaited or now - self._at < _EVERY_SECONDS:
             return
         self._at = now
-        self._ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+        self._ns = kernel_boottime()
         self._awaited, self._elsewhere = self._open_on_each_cpu()
 
     def told(self, ns: int, cpu: int) -> None:

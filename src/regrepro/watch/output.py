@@ -20,6 +20,8 @@ from typing import Any
 from regrepro.errors import EnvironmentProblem
 from regrepro.record import FILE_NAME, RecordProblem, RecordWriter
 
+MARKER = ".watch"  # in a run directory: it is watch's, and the quota's
+_OLD_MARKERS = ("program.bt",)
 _RUN = re.compile(r"^\d{8}-\d{6}-[A-Za-z0-9._-]+?(-\d+)?$")
 
 
@@ -75,6 +77,8 @@ class Output:
                 raise EnvironmentProblem(
                     f"cannot make {self.path}", why=error.strerror or str(error)
                 ) from None
+        with suppress(OSError):
+            (self.path / MARKER).touch()
         self._writer = RecordWriter(self.path / FILE_NAME, self._header())
         self._began = time.monotonic()
         self.written = 0
@@ -149,7 +153,9 @@ class Output:
         return [
             path
             for path in entries
-            if _RUN.match(path.name) and not path.is_symlink() and (path / "program.bt").exists()
+            if _RUN.match(path.name)
+            and not path.is_symlink()
+            and any((path / name).exists() for name in (MARKER, *_OLD_MARKERS))
         ]
 
 

@@ -5,8 +5,10 @@ Every function tells what it could read and names what it could not; none raises
 
 from __future__ import annotations
 
+import functools
 import os
 import re
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -173,14 +175,23 @@ def start_ticks(boottime_ns: int) -> int:
     """Return the start of a process, as the kernel has it, in the units and the time namespace of
     /proc/PID/stat's (nsec_to_clock_t() and timens_add_boottime_ns() in fs/proc/array.c).
     """
-    offset = 0
+    return (boottime_ns + _boottime_offset()) // (1_000_000_000 // os.sysconf("SC_CLK_TCK"))
+
+
+def kernel_boottime() -> int:
+    """Return CLOCK_BOOTTIME of the kernel (ns), in whatever time namespace this process is."""
+    return time.clock_gettime_ns(time.CLOCK_BOOTTIME) - _boottime_offset()
+
+
+@functools.cache
+def _boottime_offset() -> int:
+    """Return what this process' time namespace adds, ns."""
     try:
-        found = re.search(r"^boottime\s+(-?\d+)\s+(\d+)", Path("/proc/self/timens_offsets").read_text(), re.M)
+        text = Path("/proc/self/timens_offsets").read_text()
     except OSError:  # a kernel without time namespaces
-        found = None
-    if found:
-        offset = int(found[1]) * 1_000_000_000 + int(found[2])
-    return (boottime_ns + offset) // (1_000_000_000 // os.sysconf("SC_CLK_TCK"))
+        return 0
+    found = re.search(r"^boottime\s+(-?\d+)\s+(\d+)", text, re.M)
+    return int(found[1]) * 1_000_000_000 + int(found[2]) if found else 0
 
 
 def node_memory() -> dict[str, Any]:

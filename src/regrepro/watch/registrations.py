@@ -14,6 +14,8 @@ KEY, SIZE_KEY, NO_SIZE = struct.Struct("=IIII16s"), struct.Struct("=IHH"), 64
 
 # What the program tells apart. A registration that pinned no page through get_user_pages went by a
 # peer-memory driver (a device pointer), or is paged on demand.
+_ROWS = 10_000  # of processes; what others did is one row for each function and path
+_OTHERS = 0, "(others)"
 PATHS = {1: "host", 2: "dma-buf", 3: "peer-memory-or-on-demand"}
 
 
@@ -30,6 +32,7 @@ class Account:
     rows: dict[tuple[str, str, int, str], _Row] = field(default_factory=dict)
     sizes: dict[tuple[str, str], dict[int, int]] = field(default_factory=dict)
     changed: bool = False
+    uncounted: int = 0  # that the kernel had no room to count
 
     def take(self, maps: dict[str, Any], names: list[str]) -> None:
         """Add what the program has counted since the last time: the data of a `map` or `hist` line."""
@@ -43,7 +46,7 @@ class Account:
                     if name == "@sizes":
                         self._add_sizes((function, path), value)
                         continue
-                    row = self.rows.setdefault((function, path, int(parts[2]), parts[3]), _Row())
+                    row = self._row(function, path, int(parts[2]), parts[3])
                     if name == "@count":
                         row.count += int(value)
                     elif name == "@bytes":
@@ -62,7 +65,7 @@ class Account:
         for key, (count, size) in rows.items():
             number, path, pid, _, comm = KEY.unpack(key)
             name = comm.partition(b"\0")[0].decode("utf-8", "replace")
-            row = self.rows.setdefault((names[number], PATHS[path], pid, name), _Row())
+            row = self._row(names[number], PATHS[path], pid, name)
             row.count += count
             row.bytes += size
             self.changed = True
@@ -71,6 +74,12 @@ class Account:
             kept = self.sizes.setdefault((names[number], PATHS[path]), {})
             low = 0 if power == NO_SIZE else 1 << power
             kept[low] = kept.get(low, 0) + count
+
+    def _row(self, function: str, path: str, pid: int, comm: str) -> _Row:
+        key = function, path, pid, comm
+        if key not in self.rows and len(self.rows) >= _ROWS:
+            key = function, path, *_OTHERS
+        return self.rows.setdefault(key, _Row())
 
     def _add_sizes(self, key: tuple[str, str], buckets: Any) -> None:
         kept = self.sizes.setdefault(key, {})
@@ -90,6 +99,7 @@ class Account:
     def as_record(self) -> dict[str, Any]:
         """Return the keys of event `watch`, what = registrations: totals since watch started."""
         return {
+            "uncounted": self.uncounted,
             "registrations": [
                 {"fn": fn, "path": path, "pid": pid, "comm": comm, "count": row.count, "bytes": row.bytes}
                 for (fn, path, pid, comm), row in sorted(self.rows.items())

@@ -38,8 +38,9 @@ _HEADER = 3  # words: number, thread and process, time
 _CTX, _STATE, _VALUE, _AT = 6, 7, 8, 9
 _KEY = -8  # offset of a map's key on the stack; a record lies below
 # A thread's entry in the map of requests, offsets of its words: since when it is in one (0: none was seen),
-# pins that were made in it, pages of those that succeeded; of migrate_pages by kprobes its list and reason.
-_SINCE, _CALLS, _PAGES, _LIST, _REASON, STATE_BYTES = 0, 8, 16, 24, 32, 40
+# pins that were made in it, pages of those that succeeded; of migrate_pages by kprobes its list and reason,
+# and how deep it is: compaction calls it within itself, when the target is to be allocated.
+_SINCE, _CALLS, _PAGES, _LIST, _REASON, _DEPTH, STATE_BYTES = 0, 8, 16, 24, 32, 40, 48
 # Of a call of libibverbs that is followed at entry and return: its parameters.
 CALL_BYTES = 48
 # Of a pin that is followed by kprobes: start, pages, flags.
@@ -64,6 +65,8 @@ REQUEST_WORDS = (
     *("ret", "since", "calls", "pages", "uid", "start", "memlock", "pinned", "comm", "comm_end"),
     *("asked_start", "asked_length", "asked_iova", "asked_access", "asked_fd", "present"),
 )
+MIGRATION_WORDS = 2 + 5 * STUCK_PAGES
+PLAIN_PIN_WORDS = 4 + STACK_FRAMES
 NOTHING = 0xFFFFFFFFFFFFFFFF
 """`present` where what was asked for is not known."""
 ALL = NOTHING - 1
@@ -94,6 +97,7 @@ class Maps:
     pins: int
     counts: int = -1
     sizes: int = -1
+    uncounted: int = -1
 
 
 def by_trampoline(parameters: int) -> Context:
@@ -216,14 +220,22 @@ class _Record:
         code.call(bpf.RINGBUF_OUTPUT)
         sent = code.new_label()
         code.jump_if(RESULT, "==", 0, sent)
-        code.store_number(STACK_END, _KEY, 0, 4)
-        code.set_map(1, self._program.maps.lost)
-        code.stack(2, _KEY)
-        code.call(bpf.MAP_LOOKUP)
-        code.jump_if(RESULT, "==", 0, sent)
-        code.do(1, "=", 1)
-        code.add_atomically(RESULT, 0, 1)
+        _count_one(self._program, self._program.maps.lost)
         code.label(sent)
+
+
+def _count_one(program: _Program, counter: int) -> None:
+    """Count a counter up. The map's key that lies on the stack is gone then."""
+    code = program.code
+    none = code.new_label()
+    code.store_number(STACK_END, _KEY, 0, 4)
+    code.set_map(1, counter)
+    code.stack(2, _KEY)
+    code.call(bpf.MAP_LOOKUP)
+    code.jump_if(RESULT, "==", 0, none)
+    code.do(1, "=", 1)
+    code.add_atomically(RESULT, 0, 1)
+    code.label(none)
 
 
 def begin_request(maps: Maps, context: Context) -> bytes:
@@ -236,7 +248,7 @@ def begin_request(maps: Maps, context: Context) -> bytes:
     program.look_up(maps.requests)
     code.jump_if(RESULT, "==", 0, "first")
     code.store(RESULT, _SINCE, _VALUE)
-    for offset in (_CALLS, _PAGES):
+    for offset in (_CALLS, _PAGES, _DEPTH):
         code.store_number(RESULT, offset, 0)
     code.end()
     code.label("first")
@@ -333,11 +345,18 @@ def _tell_asked(
     # access_flags.
     record.read(present, _AT, request.command)
     record.get(_AT, present)
-    for word, offset in zip(asked[:3], (8, 16, 24), strict=True):
-        record.read(word, _AT, offset, user=True)
-    record.read(asked[3], _AT, 36, size=4, user=True)
+    record.put_number(present, -1)
+    record.put_number(asked[3], 0)
     record.put_number(asked[4], -1)
+    code = program.code
+    for word, offset in zip((*asked[1:3], asked[0]), (16, 24, 8), strict=True):
+        record.read(word, _AT, offset, user=True)
+    # All of it lies in 40 bytes, so in two pages at most: what lies between its ends can be read if they can.
+    code.jump_if(RESULT, "!=", 0, "unread")
+    record.read(asked[3], _AT, 36, size=4, user=True)
+    code.jump_if(RESULT, "!=", 0, "unread")
     record.put_number(present, -2)
+    code.label("unread")
 
 
 def opened(maps: Maps, context: Context, number: int) -> bytes:
@@ -478,6 +497,7 @@ def _count(
             code.stack(3, nothing)
             code.do(4, "=", bpf.BPF_NOEXIST)
             code.call(bpf.MAP_UPDATE)
+    _count_one(program, program.maps.uncounted)
     code.jump(f"{name} full")
     code.label(name)
     for index, value in enumerate(values):
@@ -492,10 +512,17 @@ def keep_migration(maps: Maps, context: Context) -> bytes:
     program = _Program(maps, context)
     assert context.parameters is not None
     program.end_unless_in_request()
+    code = program.code
+    code.load(2, _STATE, _DEPTH)
+    code.copy(1, 2)
+    code.do(1, "+", 1)
+    code.store(_STATE, _DEPTH, 1)
+    code.jump_if(2, "!=", 0, "within")
     for place, position in ((_LIST, 0), (_REASON, 5)):
-        program.code.load(1, _CTX, context.parameters[position])
-        program.code.store(_STATE, place, 1)
-    program.code.end()
+        code.load(1, _CTX, context.parameters[position])
+        code.store(_STATE, place, 1)
+    code.label("within")
+    code.end()
     return program.bytes()
 
 
@@ -510,17 +537,24 @@ def migration(
     program = _Program(maps, context)
     code = program.code
     program.returned_int()
-    program.end_unless(_VALUE, "!=", 0)
-    program.end_unless_in_request()
-    record = _Record(program, number, 2 + 5 * STUCK_PAGES)
+    if context.parameters is None:
+        program.end_unless_in_request()
+        code.load(1, _STATE, _DEPTH)
+        program.end_unless(1, "!=", 0)  # its beginning was before the request's
+        code.do(1, "+", -1)
+        code.store(_STATE, _DEPTH, 1)
+        program.end_unless(1, "==", 0)
+        program.end_unless(_VALUE, "!=", 0)
+    else:
+        program.end_unless(_VALUE, "!=", 0)
+        program.end_unless_in_request()
+    record = _Record(program, number, MIGRATION_WORDS)
     record.put(0, _VALUE)
     head = 2  # the first page's word, until the list is walked
     if context.parameters is None:
         for word, place in ((head, _LIST), (1, _REASON)):
             code.load(1, _STATE, place)
             record.put(word, 1)
-        code.do(1, "=", 0)  # once
-        code.store(_STATE, _LIST, 1)
     else:
         record.copy_context(head, context.parameters[0])
         record.copy_context(1, context.parameters[5])
@@ -532,7 +566,7 @@ def migration(
         code.end()
         code.label("told")
     record.get(_STATE, head)  # from here on the list's head
-    for word in range(2, 2 + 5 * STUCK_PAGES):
+    for word in range(2, MIGRATION_WORDS):
         record.put_number(word, 0)
     code.jump_if(_STATE, "==", 0, "send")
     if offsets is not None:
@@ -586,7 +620,7 @@ def plain_pin(maps: Maps, context: Context, number: int, first: int, longterm: i
         code.copy(_STATE, RESULT)
         code.load(1, _STATE, 8)
         program.end_unless(1, "!=", 0)  # pages
-    record = _Record(program, number, 4 + STACK_FRAMES)
+    record = _Record(program, number, PLAIN_PIN_WORDS)
     for word in range(3):
         if context.parameters is None:
             code.load(1, _STATE, 8 * word)
@@ -627,18 +661,22 @@ def library_call(maps: Maps, context: Context) -> bytes:
 
 
 def library_return(maps: Maps, context: Context, number: int) -> bytes:
-    """Where a verb of libibverbs returns: tell if it gave NULL."""
+    """Where a verb of libibverbs returns: tell if it gave NULL, of verbs that call one another the inner."""
     program = _Program(maps, context)
     code = program.code
     assert context.returned is not None
     code.load(_VALUE, _CTX, context.returned)
-    program.end_unless(_VALUE, "==", 0)
     program.thread()
     program.look_up(maps.calls)
     program.end_unless(RESULT, "!=", 0)
     code.copy(_STATE, RESULT)
+    code.load(_AT, _STATE, 0)  # the protection domain
+    code.store_number(_STATE, 0, 0)  # once
+    program.end_unless(_AT, "!=", 0)
+    program.end_unless(_VALUE, "==", 0)
     record = _Record(program, number, CALL_BYTES // 8)
-    for index in range(CALL_BYTES // 8):
+    record.put(0, _AT)
+    for index in range(1, CALL_BYTES // 8):
         code.load(1, _STATE, 8 * index)
         record.put(index, 1)
     record.send()

@@ -39,6 +39,7 @@ from regrepro.watch.functions import (
     Functions,
     find_functions,
     loaded_modules,
+    without_coming,
 )
 from regrepro.watch.library_probes import LibraryProbes
 from regrepro.watch.limiter import Limiter
@@ -46,6 +47,7 @@ from regrepro.watch.lock import Lock
 from regrepro.watch.marker import Marker
 from regrepro.watch.metrics import Metrics
 from regrepro.watch.output import Output
+from regrepro.watch.process import kernel_boottime
 from regrepro.watch.program import Dialect, Layout, PageOffsets, RequestOffsets, TaskOffsets, make_program
 from regrepro.watch.registrations import Account
 
@@ -58,10 +60,13 @@ _TAKE_OVER_NS = 1_000_000_000
 _FAST_TIMES, _FAST_SECONDS = 4, 0.1
 _TURNS = 8  # of taking what came while the last was taken
 _BREATH_SECONDS = 0.001
+_LOST_NEAR = "events were lost near this failure"
+_OPENED_KEPT, _OPENED_SECONDS = 4096, 1.0  # in which a process that opens devices is looked at once
 _TOGETHER_SECONDS = 0.02  # in which failures that come fast are gathered
 _SUPPRESSED_SECONDS = 10.0
 _IDLE_SECONDS = 10.5  # a little more than between two heartbeats
 _LOST_NEAR_SECONDS = 2.0
+_MISSED_NEAR_SECONDS = 2.0
 _ALONE_SECONDS = 0.05  # that the library's word waits for the kernel's before bpftrace is asked
 PINS: dict[str, tuple[str, ...]] = {
     "off": (),
@@ -104,7 +109,7 @@ class Watch:
         self._stop = 0
         self._rotate_asked = False
         self._engine: Engine | BpfEngine | None = None
-        self._words: list[LibraryWord] = []  # that were read and not yet handed on, in time order
+        self._words: deque[LibraryWord] = deque()  # that were read and not yet handed on, in time order
         self._bpftrace: tuple[str, tuple[int, int]] | None = None  # its path and version, once it is needed
         self._next: Engine | None = None
         self._cut_ns = 0
@@ -114,6 +119,8 @@ class Watch:
         self._copies.on_new = self._library_probes.follow
         self._marker = Marker(self._sure)
         self._copies_due = 0.0
+        self._opened_at: dict[int, float] = {}  # when a process that opened a device was looked at
+        self._opened_again: set[int] = set()  # those that opened another soon after
         self._more = False  # bpftrace had something to say the last time
         # When the library's word was taken the last few times. Where failures come fast, to be woken for each
         # costs more than they do.
@@ -131,11 +138,13 @@ class Watch:
             Any, tuple[Failure, int]
         ] = {}  # counted before the first of their kind was judged
         self._missed_seen: int | None = None
-        self._missed_near = 0  # within the last look
+        self._missed_at: deque[tuple[float, int]] = deque(maxlen=100)  # when how many were seen
         self._missed_due = 0.0
         self._lost_seen = 0
         self._lost_total = 0
-        self._lost_at: deque[tuple[float, int]] = deque(maxlen=1000)
+        # When they were lost: between two looks (time.monotonic()), and how many.
+        self._lost_at: deque[tuple[float, float, int]] = deque(maxlen=1000)
+        self._lost_looked = time.monotonic()
         self._waker = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._account = Account()
         self._limiter = Limiter(options.rate, options.burst, options.each, options.window, time.monotonic)
@@ -201,7 +210,9 @@ class Watch:
         btf = BtfFunctions()
         if (trace_flags.kernel_series(os.uname().release) or (0, 0)) < _MODULE_BTF:
             self.options.trampolines = False
-        self._functions = find_functions(btf, kallsyms, modules, trampolines=self.options.trampolines)
+        self._functions = without_coming(
+            find_functions(btf, kallsyms, modules, trampolines=self.options.trampolines), self._modules
+        )
         if not self._functions.entries:
             raise EnvironmentProblem(
                 "this kernel has no function of ib_uverbs to be followed",
@@ -387,24 +398,27 @@ class Watch:
     def _take_in_order(self, engine: BpfEngine) -> None:
         """Take the library's words and the kernel's, each failure's together: the kernel's is first there."""
         for _ in range(_TURNS):
-            until = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+            until = kernel_boottime()
             if self._library_probes.take(self._words.append):
                 self._taken_at.append(time.monotonic())
-            self._words.sort(key=lambda word: word.ns)
+                self._words = deque(sorted(self._words, key=lambda word: word.ns))
             hand_on = partial(self._hand_on, engine.correlator)
             self._more = not engine.take(until, hand_on)
             if not self._more:
                 hand_on(until)
-                engine.correlator.settle(until)
                 self._more = bool(self._words) or engine.waits
-            if not self._more:
+            if not self._more or self._stop:
                 return
         time.sleep(_BREATH_SECONDS)  # who writes a record may wait for this CPU
 
     def _hand_on(self, correlator: Correlator, ns: int) -> None:
-        """Hand on the library's words from before a moment."""
+        """Hand on the library's words from before a moment, of which the kernel has said what it has to say:
+        its record of the same call was begun before the library's word, so before any that says `ns`.
+        """
         while self._words and self._words[0].ns < ns:
-            correlator.library_failed(self._words.pop(0))
+            correlator.library_failed(self._words.popleft())
+        if correlator.alone:
+            correlator.settle(ns, _LOST_NEAR if self._lost_near(time.monotonic()) else "")
 
     def _library_failed(self, engines: Sequence[Engine | BpfEngine], word: LibraryWord) -> None:
         """A copy of libibverbs gave NULL: the engine whose events count then has the kernel's part."""
@@ -440,7 +454,7 @@ class Watch:
         while not self._stop:
             engines = self._engines()
             due = [time.monotonic() + _IDLE_SECONDS]
-            if self._copies_due or self._next is not None:
+            if self._copies_due or self._opened_again or self._next is not None:
                 due.append(time.monotonic() + _COPY_SECONDS)
             if self.options.metrics is not None:
                 due.append(metrics_due)
@@ -460,6 +474,8 @@ class Watch:
             self._follow_copies(now)
             if not self._busy():
                 self._observer.refresh_if_old()
+            for pid in list(self._opened_again):
+                self._opened(pid)
             if now >= metrics_due:
                 self._library_probes.follow_cpus()
                 self._follow_modules()
@@ -487,10 +503,13 @@ class Watch:
         if engine.ended or now - engine.last_line > _SILENCE_SECONDS:
             why = engine.why() if engine.ended else "it gave no sign of life"
             self.metrics.watching = 0
+            name = self._engine_name()
             self._say(f"what follows the kernel ended ({why}); starting it anew")
             self._tell("engine-ended", why=why)
             engine.stop()
-            engine.correlator.flush()
+            self._flush(engine)
+            self._lost_total += engine.lost
+            self._engine = None  # its losses are counted once
             self._drop_next()
             self._write_metrics()
             if now - engine.started < 10:
@@ -498,6 +517,8 @@ class Watch:
             self.metrics.engine_restarts += 1
             self._engine = self._start_bpf() or self._start_bpftrace()
             self._missed_seen = None
+            if self._engine_name() != name:
+                self._output.begin()
             self.metrics.watching = int(self._engine.attached)
         if self._next is not None:
             if self._next.ended:
@@ -511,7 +532,7 @@ class Watch:
                     self._copies_due = now
             elif not self._cut_ns and self._next.attached:
                 # The new one follows everything; a moment ahead, so that no event falls to both or neither.
-                self._cut_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME) + _TAKE_OVER_NS
+                self._cut_ns = kernel_boottime() + _TAKE_OVER_NS
                 self._cut_at = now + 2 * _TAKE_OVER_NS / 1e9
             elif self._cut_ns and now >= self._cut_at:
                 engine.stop()
@@ -521,13 +542,28 @@ class Watch:
                 self._missed_seen = None
                 self._following(self._launched)  # not those that have come since
 
+    def _flush(self, engine: Engine | BpfEngine) -> None:
+        """Complete all that an engine that was stopped has told, and the library's words that are left."""
+        while self._words:
+            engine.correlator.library_failed(self._words.popleft())
+        engine.correlator.flush()
+
     def _drop_next(self) -> None:
         if self._next is not None:
             self._next.stop()
+            self._lost_total += self._next.lost
         self._next, self._cut_ns = None, 0
 
     def _opened(self, pid: int) -> None:
         """A process opened an RDMA device: it has libibverbs mapped, and has not registered anything yet."""
+        now = time.monotonic()
+        if now - self._opened_at.get(pid, float("-inf")) < _OPENED_SECONDS:
+            self._opened_again.add(pid)
+            return
+        if len(self._opened_at) > _OPENED_KEPT:
+            self._opened_at.clear()
+        self._opened_at[pid] = now
+        self._opened_again.discard(pid)
         self._observer.meet(pid)
         before = set(self._copies.known)
         if not self.options.libraries or not self._copies.look_at(pid):
@@ -546,10 +582,16 @@ class Watch:
     def _follow_modules(self) -> None:
         """Follow drivers, too, that were loaded since."""
         loaded = loaded_modules()
-        new, self._modules = (loaded - self._modules) & MODULES, loaded
-        if not new or not isinstance(self._engine, BpfEngine):
+        new, gone = (loaded - self._modules) & MODULES, self._modules - loaded
+        self._modules = loaded
+        if not isinstance(self._engine, BpfEngine):
+            return
+        if gone:
+            self._engine.forget_modules(self._functions, gone)
+        if not new:
             return
         found = find_functions(BtfFunctions(), KALLSYMS.read_bytes(), dict.fromkeys(loaded, True))
+        without_coming(found, loaded)
         functions = self._engine.follow_new(self._functions, found)
         self._tell("modules", modules=sorted(new), functions=functions, missing=self._functions.missing)
         self._say(
@@ -558,6 +600,11 @@ class Watch:
 
     def _forget_unused(self) -> None:
         gone = self._copies.forget_unused()
+        if gone and isinstance(self._engine, BpfEngine):
+            self._library_probes.take(self._words.append)  # what they had still to say
+            self._words = deque(sorted(self._words, key=lambda word: word.ns))
+        elif gone:
+            self._library_probes.take(partial(self._library_failed, self._engines()))
         self._library_probes.forget(gone)
         if isinstance(self._engine, BpfEngine):
             self._engine.forget(gone)
@@ -628,9 +675,10 @@ class Watch:
     def _record(self, failure: Failure, seen: Evidence) -> None:
         self._number += 1
         name = f"failure-{self._number}"
-        lost = self._lost_near(failure.since)
-        self._count_missed()
-        missed = None if self._missed_seen is None else self._missed_near
+        happened = failure.since - max(0.0, failure.late)
+        lost = max(self._lost_near(happened), self._lost_near(failure.since))
+        self._count_missed(now=True)
+        missed = None if self._missed_seen is None else self._missed_soon()
         trace = self._observer.trace(failure, lost, missed)
         events: list[dict[str, Any]] = []
         try:
@@ -745,7 +793,12 @@ class Watch:
         return [item.name for item in self._functions.all() if not item.by_trampoline]
 
     def _how_followed(self) -> list[dict[str, str]]:
-        return [row for copy in self._copies.known.values() for row in self._library_probes.how(copy)]
+        engine = self._engine
+        rows: list[dict[str, str]] = []
+        for copy in self._copies.known.values():
+            at_return = not isinstance(engine, BpfEngine) or engine.follows(copy)
+            rows += self._library_probes.how(copy, at_return=at_return)
+        return rows
 
     def _tell(self, what: str, **keys: Any) -> None:
         try:
@@ -769,30 +822,41 @@ class Watch:
 
     def _lost_near(self, when: float) -> int:
         """Events that were lost around a moment: one of them may have been of that failure."""
-        told = sum(count for at, count in self._lost_at if abs(at - when) < _LOST_NEAR_SECONDS)
+        told = sum(
+            count
+            for before, at, count in self._lost_at
+            if before - _LOST_NEAR_SECONDS < when < at + _LOST_NEAR_SECONDS
+        )
         return told + self._lost_now() - self._lost_seen
 
     def _count_lost(self) -> None:
-        lost = self._lost_now()
+        lost, before = self._lost_now(), self._lost_looked
+        self._lost_looked = time.monotonic()
         if lost > self._lost_seen:
-            self._lost_at.append((time.monotonic(), lost - self._lost_seen))
+            self._lost_at.append((before, self._lost_looked, lost - self._lost_seen))
             self._tell("lost", events=lost - self._lost_seen)
             self._say(f"{lost - self._lost_seen} events were lost: more failed at once than could be told")
             self._lost_seen = lost
 
-    def _count_missed(self) -> None:
-        """Look, at most once a second, how often the kernel passed the probes over."""
-        now = time.monotonic()
-        if now < self._missed_due or self._engine is None:
+    def _count_missed(self, *, now: bool = False) -> None:
+        """Look how often the kernel passed the probes over: at most once a second, or at once."""
+        at = time.monotonic()
+        if self._engine is None or (at < self._missed_due and not now):
             return
-        self._missed_due = now + 1.0
+        self._missed_due = at + 1.0
         missed, before = self._engine.missed(), self._missed_seen
-        self._missed_near = max(0, (missed or 0) - (before or 0))
+        new = max(0, (missed or 0) - (before or 0))
         self._missed_seen = missed
-        if self._missed_near:
-            self.metrics.missed += self._missed_near
-            self._tell("missed", hits=self._missed_near)
-            self._say(f"the kernel missed {self._missed_near} hits of probes")
+        if new:
+            self._missed_at.append((at, new))
+            self.metrics.missed += new
+            self._tell("missed", hits=new)
+            self._say(f"the kernel missed {new} hits of probes")
+
+    def _missed_soon(self) -> int:
+        """Hits that were missed within the last looks: one of them may have been of a failure of just now."""
+        soon = time.monotonic() - _MISSED_NEAR_SECONDS
+        return sum(count for at, count in self._missed_at if at > soon)
 
     def _tell_suppressed(self) -> None:
         self._count_unjudged()
@@ -824,13 +888,15 @@ class Watch:
             self._metrics_problem = problem
 
     def _finish(self) -> None:
+        if isinstance(self._engine, BpfEngine):
+            self._take_in_order(self._engine)
         for engine in (self._engine, self._next):
             if engine is not None:
                 engine.stop()
-                engine.correlator.flush()
+                self._flush(engine)
         self._settle(time.monotonic(), all_of_them=True)
         self.metrics.watching = 0
-        if self._engine is not None:
+        if self._engine is not None or self.metrics.engine_restarts:  # it watched
             self._count_lost()
             self._tell_suppressed()
             self._tell("stopped", failures=self.metrics.total, suppressed=self.metrics.suppressed)
