@@ -106,6 +106,19 @@ uint64_t rr_bpf_counter(uintptr_t address)
 	return __atomic_load_n((const uint64_t *)address, __ATOMIC_RELAXED);
 }
 
+/* The verifier gives up with EAGAIN when a signal comes. */
+static int load(union bpf_attr *attr)
+{
+	int ret, tries;
+
+	for (tries = 0; tries < 100; tries++) {
+		ret = call_bpf(BPF_PROG_LOAD, attr);
+		if (ret != -EAGAIN)
+			break;
+	}
+	return ret;
+}
+
 int rr_bpf_load(const struct rr_bpf_program *program, char *log, uint32_t log_bytes)
 {
 	union bpf_attr attr;
@@ -122,13 +135,13 @@ int rr_bpf_load(const struct rr_bpf_program *program, char *log, uint32_t log_by
 	/* The license of these instructions; the kernel gives its tracing helpers to none that is not GPL-compatible. */
 	attr.license = (uintptr_t)"Dual BSD/GPL";
 	strncpy(attr.prog_name, program->name, sizeof(attr.prog_name) - 1);
-	ret = call_bpf(BPF_PROG_LOAD, &attr);
+	ret = load(&attr);
 	if (ret != -EINVAL && ret != -EACCES)
 		return ret;
 	attr.log_level = 1;
 	attr.log_buf = (uintptr_t)log;
 	attr.log_size = log_bytes;
-	again = call_bpf(BPF_PROG_LOAD, &attr);
+	again = load(&attr);
 	return again < 0 ? ret : again;
 }
 

@@ -525,7 +525,7 @@ def flood(watcher: Watcher, name: str, metrics: Path, rates: list[int]) -> None:
 def loaded_later(watcher: Watcher) -> None:
     """A driver comes while watch runs."""
     subprocess.run(["modprobe", "mlx5_ib"], check=True)
-    said = watcher.said("mlx5_ib_reg_user_mr", 40)
+    said = watcher.said("mlx5_ib_reg_user_mr_dmabuf", 40)
     check("a driver that is loaded later is followed, too", said, watcher.log.read_text()[-300:])
 
 

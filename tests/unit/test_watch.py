@@ -1754,3 +1754,22 @@ def test_functions_of_a_module_that_is_only_coming_are_left_out_until_it_is_load
     )
     left = without_coming(found, {"rdma_rxe"})
     assert [item.name for item in (*left.inner, *left.drivers)] == ["dma_buf_get", "rxe_reg_user_mr"]
+
+
+def test_names_cannot_do_anything_to_a_terminal() -> None:
+    assert watch.printable("a\nFAKE\x1b[2Jü\u202e") == "a?FAKE?[2Jü?"
+
+
+def test_what_was_counted_between_two_looks_is_near_what_happened_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(time, "monotonic", lambda: 100.0)
+    made = watch.Lately(2.0)
+    made.add(110.0, 3)
+    made.add(130.0, 0)
+    made.add(140.0, 4)
+    assert [made.near(moment) for moment in (97.0, 99.0, 105.0, 111.0, 113.0, 127.0, 129.0, 143.0)] == [
+        *(0, 3, 3, 3, 0),
+        *(0, 4, 0),
+    ]
+    assert made.near(105.0, 141.0) == 7

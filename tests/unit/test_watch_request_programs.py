@@ -57,9 +57,9 @@ def machine() -> Machine:
 
 
 def in_request(*state: int) -> Machine:
-    """One whose thread is in a request: since, calls, pages, list, reason, depth."""
+    """One whose thread is in a request: since, calls, pages, list, reason, depth, length."""
     made = machine()
-    words = struct.pack("=6Q", *[*(state or (900,)), 0, 0, 0, 0, 0][:6])
+    words = struct.pack("=7Q", *[*(state or (900,)), 0, 0, 0, 0, 0, 0][:7])
     made.maps[MAPS.requests].entries[made.thread] = bytearray(words)
     return made
 
@@ -176,15 +176,15 @@ def test_a_request_begins_with_an_entry_and_later_ones_begin_anew_in_it() -> Non
     made = machine()
     program = programs.begin_request(MAPS, programs.by_trampoline(1))
     assert made.run(program, BEGIN) == 0
-    assert state(made) == (1000, 0, 0, 0, 0, 0)
-    made.maps[MAPS.requests].entries[made.thread][:] = struct.pack("=6Q", 1, 5, 9, 77, 88, 2)
+    assert state(made) == (1000, 0, 0, 0, 0, 0, 0)
+    made.maps[MAPS.requests].entries[made.thread][:] = struct.pack("=7Q", 1, 5, 9, 77, 88, 2, 0)
     made.ns = 2000
     made.run(program, BEGIN)
-    assert state(made) == (2000, 0, 0, 77, 88, 0)
+    assert state(made) == (2000, 0, 0, 77, 88, 0, 0)
     assert made.ran <= 18
     made.tid = 8
     made.run(program, BEGIN)
-    assert len(made.maps[MAPS.requests].entries) == 2 and state(made) == (2000, 0, 0, 0, 0, 0)
+    assert len(made.maps[MAPS.requests].entries) == 2 and state(made) == (2000, 0, 0, 0, 0, 0, 0)
     assert not made.records
 
 
@@ -240,7 +240,7 @@ def test_a_request_that_fails_is_told_with_every_word(handler: str) -> None:
     assert comm == b"a long name of \0"
     rest = {"asked_fd": NOTHING, "present": ALL} if handler == OLD_HANDLER else {}
     assert words == EXPECTED | rest
-    assert state(made) == (900, 4, 2048, 0, 0, 0)
+    assert state(made) == (900, 4, 2048, 0, 0, 0, 0)
 
 
 @pytest.mark.parametrize("handler", [OLD_HANDLER, HANDLER, DMABUF_HANDLER])
@@ -307,7 +307,7 @@ def test_pins_that_succeed_are_counted_and_not_told() -> None:
     for ret in (512, 0, 1):
         made.run(pin(), context(0x1000, 512, 1, 0, ret=word(ret, high=0)))
         assert made.ran <= 22
-    assert state(made) == (900, 5, 613, 0, 0, 0)
+    assert state(made) == (900, 5, 613, 0, 0, 0, 0)
     assert not made.records
 
 
@@ -315,7 +315,7 @@ def test_a_pin_that_fails_is_told_and_counted_too() -> None:
     made = in_request(900, 2, 100)
     made.run(pin(), context(0x7F0000001000, word(512), word(0x100), 0, ret=word(-14)))
     assert told(made) == [-14 & NOTHING, 0x7F0000001000, 512, 0x100]
-    assert state(made) == (900, 3, 100, 0, 0, 0)
+    assert state(made) == (900, 3, 100, 0, 0, 0, 0)
 
 
 def test_pins_of_others_are_none_of_ours() -> None:

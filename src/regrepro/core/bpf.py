@@ -116,7 +116,8 @@ def open_btf(module: str) -> int:
     """Return a descriptor of a module's types. Raises OSError."""
     fd = bpf_descriptor(lambda: int(lib.rr_bpf_btf(module.encode())))
     if fd < 0:
-        raise failure(-fd, "the types (BTF) of a module", module, HINTS)
+        hints = {errno.EPERM: "it takes CAP_SYS_ADMIN"}
+        raise failure(-fd, "the types (BTF) of a module", module, hints)
     return fd
 
 

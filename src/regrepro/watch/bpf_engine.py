@@ -32,7 +32,7 @@ from regrepro.watch.request_programs import Context, Maps
 
 RING_BYTES = 8 << 20  # of all CPUs: some 16,000 failures
 _THREADS = 16384  # of which the kernel remembers that they are in a request; the others' is doubted
-_TURNS = 8  # of some 64 KiB that are taken at once
+_TURNS = 2  # of some 64 KiB that are taken at once
 _FORGET_SECONDS = 60.0
 _SYMBOLS_SECONDS = 10.0  # in which symbols are read once at most
 # Registers of an architecture that have a function's parameters, and what it returned.
@@ -40,6 +40,14 @@ _CALLS = {
     "x86_64": (("rdi", "rsi", "rdx", "rcx", "r8", "r9"), "rax"),
     "aarch64": (("x0", "x1", "x2", "x3", "x4", "x5"), "x0"),
 }
+
+
+def _lives(pid: int, known: dict[int, bool]) -> bool:
+    """Return whether a process is there; `known`: of whom that was asked already."""
+    if pid not in known:
+        known[pid] = Path(f"/proc/{pid}").exists()
+    return known[pid]
+
 
 Told = Callable[[int, int, int, Sequence[int]], None]
 """Takes a record: thread, process, ns, and the words behind."""
@@ -232,10 +240,16 @@ class BpfEngine:
 
     def _follow_registrations(self, driver: int, function: Function) -> None:
         number = self._number(partial(self._failed_inside, function.name), 1)
-        self._at_exit(
-            function,
-            lambda c: programs.registered(self._maps, c, number, driver, dmabuf="dmabuf" in function.name),
-        )
+
+        def make(context: Context) -> bytes:
+            dmabuf = "dmabuf" in function.name
+            return programs.registered(self._maps, context, number, driver, dmabuf=dmabuf)
+
+        try:
+            self._at_exit(function, make)
+        except OSError:
+            self._by_kprobe(function, lambda c: programs.keep_length(self._maps, c), at_return=False)
+            self._by_kprobe(function, make, at_return=True)
 
     def _follow_migrations(self, function: Function, reasons: Sequence[int]) -> None:
         number = self._number(self._migration_failed, programs.MIGRATION_WORDS)
@@ -455,12 +469,13 @@ class BpfEngine:
         nothing = bytes(16)
         new_rows = {}
         gone = set()
+        living: dict[int, bool] = {}
         for key, value in list(rows.items()):
             count, size = struct.unpack("=QQ", value)
             old_count, old_size = struct.unpack("=QQ", before_rows.get(key, nothing))
             if count != old_count:
                 new_rows[key] = count - old_count, size - old_size
-            elif not Path(f"/proc/{KEY.unpack(key)[2]}").exists():
+            elif not _lives(KEY.unpack(key)[2], living):
                 # Not yet where it may have counted between the reading of the map and its end.
                 gone.add(key)
                 if key in self._gone:

@@ -39,8 +39,9 @@ _CTX, _STATE, _VALUE, _AT = 6, 7, 8, 9
 _KEY = -8  # offset of a map's key on the stack; a record lies below
 # A thread's entry in the map of requests, offsets of its words: since when it is in one (0: none was seen),
 # pins that were made in it, pages of those that succeeded; of migrate_pages by kprobes its list and reason,
-# and how deep it is: compaction calls it within itself, when the target is to be allocated.
-_SINCE, _CALLS, _PAGES, _LIST, _REASON, _DEPTH, STATE_BYTES = 0, 8, 16, 24, 32, 40, 48
+# and how deep it is: compaction calls it within itself, when the target is to be allocated; of a driver's
+# registration by kprobes its length.
+_SINCE, _CALLS, _PAGES, _LIST, _REASON, _DEPTH, _LENGTH, STATE_BYTES = 0, 8, 16, 24, 32, 40, 48, 56
 # Of a call of libibverbs that is followed at entry and return: its parameters.
 CALL_BYTES = 48
 # Of a pin that is followed by kprobes: start, pages, flags.
@@ -420,19 +421,35 @@ def failed(maps: Maps, context: Context, number: int, returns: Returns, *, never
     return program.bytes()
 
 
+def keep_length(maps: Maps, context: Context) -> bytes:
+    """Where a driver's registration begins, by a kprobe: keep its length."""
+    program = _Program(maps, context)
+    assert context.parameters is not None
+    program.end_unless_in_request()
+    program.code.load(1, _CTX, context.parameters[2])
+    program.code.store(_STATE, _LENGTH, 1)
+    program.code.end()
+    return program.bytes()
+
+
 def registered(maps: Maps, context: Context, number: int, driver: int, *, dmabuf: bool) -> bytes:
     """Where a driver's registration ends: count it if it succeeded, tell if it failed. `driver`: its number
     in what is counted (registrations.py).
     """
     program = _Program(maps, context)
     code = program.code
-    assert context.returned is not None and context.parameters is not None
+    assert context.returned is not None
     key, size_key, begin = -40, -48, -64  # on the stack: keys, and a new entry of 0
     code.load(_VALUE, _CTX, context.returned)
     code.set(1, _POINTER_ERRORS)
     code.jump_if_register(_VALUE, ">", 1, "failed")
     program.thread()
     program.look_up(maps.requests)
+    if context.parameters is None:
+        program.end_unless(RESULT, "!=", 0)
+        code.load(_AT, RESULT, _LENGTH)
+    else:
+        code.load(_AT, _CTX, context.parameters[2])
     code.do(_STATE, "=", 2)
     if not dmabuf:
         code.do(_STATE, "=", 3)
@@ -441,7 +458,6 @@ def registered(maps: Maps, context: Context, number: int, driver: int, *, dmabuf
         code.jump_if(1, "==", 0, "path")
         code.do(_STATE, "=", 1)
     code.label("path")
-    code.load(_AT, _CTX, context.parameters[2])
     for offset in range(begin, 0, 8):
         code.store_number(STACK_END, offset, 0)
     code.store_number(STACK_END, key, driver, 4)

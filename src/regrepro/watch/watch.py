@@ -58,7 +58,7 @@ _METRICS_SECONDS = 15.0
 _COPY_SECONDS = 1.0  # that new copies of libibverbs are waited for together
 _TAKE_OVER_NS = 1_000_000_000
 _FAST_TIMES, _FAST_SECONDS = 4, 0.1
-_TURNS = 8  # of taking what came while the last was taken
+_TURNS = 2  # of taking what came while the last was taken
 _BREATH_SECONDS = 0.001
 _LOST_NEAR = "events were lost near this failure"
 _OPENED_KEPT, _OPENED_SECONDS = 4096, 1.0  # in which a process that opens devices is looked at once
@@ -66,7 +66,7 @@ _TOGETHER_SECONDS = 0.02  # in which failures that come fast are gathered
 _SUPPRESSED_SECONDS = 10.0
 _IDLE_SECONDS = 10.5  # a little more than between two heartbeats
 _LOST_NEAR_SECONDS = 2.0
-_MISSED_NEAR_SECONDS = 2.0
+_LOST_SAID_SECONDS = 10.0
 _ALONE_SECONDS = 0.05  # that the library's word waits for the kernel's before bpftrace is asked
 PINS: dict[str, tuple[str, ...]] = {
     "off": (),
@@ -96,6 +96,29 @@ class Options:
     duration: float = 0.0
     trampolines: bool = True
     engine: str = "auto"
+
+
+class Lately:
+    """What was counted between two looks, some time ago; `reach`: seconds around it that count, too."""
+
+    def __init__(self, reach: float) -> None:
+        self._reach = reach
+        self._looked = time.monotonic()
+        self._kept: deque[tuple[float, float, int]] = deque(maxlen=1000)  # from, to, how many
+
+    def add(self, now: float, count: int) -> None:
+        """Keep what was counted since the last look."""
+        if count:
+            self._kept.append((self._looked, now, count))
+        self._looked = now
+
+    def near(self, *moments: float) -> int:
+        """Return how many were counted around any of these moments (time.monotonic())."""
+        return sum(
+            count
+            for begin, end, count in self._kept
+            if any(begin - self._reach < moment < end + self._reach for moment in moments)
+        )
 
 
 class Watch:
@@ -138,13 +161,12 @@ class Watch:
             Any, tuple[Failure, int]
         ] = {}  # counted before the first of their kind was judged
         self._missed_seen: int | None = None
-        self._missed_at: deque[tuple[float, int]] = deque(maxlen=100)  # when how many were seen
+        self._misses = Lately(_LOST_NEAR_SECONDS)
         self._missed_due = 0.0
         self._lost_seen = 0
         self._lost_total = 0
-        # When they were lost: between two looks (time.monotonic()), and how many.
-        self._lost_at: deque[tuple[float, float, int]] = deque(maxlen=1000)
-        self._lost_looked = time.monotonic()
+        self._losses = Lately(_LOST_NEAR_SECONDS)
+        self._lost_told, self._lost_said = 0, float("-inf")  # how many were said to be lost, and when
         self._waker = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._account = Account()
         self._limiter = Limiter(options.rate, options.burst, options.each, options.window, time.monotonic)
@@ -675,10 +697,10 @@ class Watch:
     def _record(self, failure: Failure, seen: Evidence) -> None:
         self._number += 1
         name = f"failure-{self._number}"
-        happened = failure.since - max(0.0, failure.late)
-        lost = max(self._lost_near(happened), self._lost_near(failure.since))
         self._count_missed(now=True)
-        missed = None if self._missed_seen is None else self._missed_soon()
+        happened = failure.since - max(0.0, failure.late)
+        lost = self._lost_near(happened, failure.since)
+        missed = None if self._missed_seen is None else self._misses.near(happened, failure.since)
         trace = self._observer.trace(failure, lost, missed)
         events: list[dict[str, Any]] = []
         try:
@@ -736,7 +758,7 @@ class Watch:
         elif not self.options.quiet:
             rank = seen.process.facts.get("rank") or {}
             number = rank.get("RANK") or rank.get("OMPI_COMM_WORLD_RANK") or rank.get("SLURM_PROCID")
-            who = f"{failure.comm} ({failure.pid}{f', rank {number}' if number else ''})"
+            who = f"{printable(failure.comm)} ({failure.pid}{f', rank {number}' if number else ''})"
             place = f"{self._output.path.name}/{name}"
             print(f"{time.strftime('%H:%M:%S')} {who}: {verdict.get('reason')} [{place}]", flush=True)
 
@@ -820,23 +842,22 @@ class Watch:
         engines = self._engines()
         return self._lost_total + self._library_probes.lost + sum(item.lost for item in engines)
 
-    def _lost_near(self, when: float) -> int:
-        """Events that were lost around a moment: one of them may have been of that failure."""
-        told = sum(
-            count
-            for before, at, count in self._lost_at
-            if before - _LOST_NEAR_SECONDS < when < at + _LOST_NEAR_SECONDS
-        )
-        return told + self._lost_now() - self._lost_seen
+    def _lost_near(self, *moments: float) -> int:
+        """Events that were lost around moments: one of them may have been of that failure."""
+        return self._losses.near(*moments) + self._lost_now() - self._lost_seen
 
     def _count_lost(self) -> None:
-        lost, before = self._lost_now(), self._lost_looked
-        self._lost_looked = time.monotonic()
+        lost, now = self._lost_now(), time.monotonic()
+        self._losses.add(now, max(0, lost - self._lost_seen))
         if lost > self._lost_seen:
-            self._lost_at.append((before, self._lost_looked, lost - self._lost_seen))
             self._tell("lost", events=lost - self._lost_seen)
-            self._say(f"{lost - self._lost_seen} events were lost: more failed at once than could be told")
             self._lost_seen = lost
+        if lost > self._lost_told and now - self._lost_said > _LOST_SAID_SECONDS:
+            self._say(
+                f"{lost - self._lost_told} events were lost: more came at once than could be told, or from a "
+                "CPU that had just come online"
+            )
+            self._lost_told, self._lost_said = lost, now
 
     def _count_missed(self, *, now: bool = False) -> None:
         """Look how often the kernel passed the probes over: at most once a second, or at once."""
@@ -847,16 +868,11 @@ class Watch:
         missed, before = self._engine.missed(), self._missed_seen
         new = max(0, (missed or 0) - (before or 0))
         self._missed_seen = missed
+        self._misses.add(at, new)
         if new:
-            self._missed_at.append((at, new))
             self.metrics.missed += new
             self._tell("missed", hits=new)
             self._say(f"the kernel missed {new} hits of probes")
-
-    def _missed_soon(self) -> int:
-        """Hits that were missed within the last looks: one of them may have been of a failure of just now."""
-        soon = time.monotonic() - _MISSED_NEAR_SECONDS
-        return sum(count for at, count in self._missed_at if at > soon)
 
     def _tell_suppressed(self) -> None:
         self._count_unjudged()
@@ -868,7 +884,7 @@ class Watch:
             self._suppressed.clear()
             self._tell("suppressed", failures=told)
         if self._account.changed and self.options.registrations:
-            self._tell("registrations", **self._account.as_record())
+            self._tell("registrations", missed=self.metrics.missed, **self._account.as_record())
             self._account.changed = False
 
     def _write_metrics(self) -> None:
@@ -988,4 +1004,9 @@ def _stand_ins() -> list[dict[str, str]]:
 def say_on_stderr(text: str) -> None:
     """Tell a person, and the journal of systemd, what goes on."""
     with suppress(OSError):
-        print(f"regrepro watch: {text}", file=sys.stderr, flush=True)
+        print(f"regrepro watch: {printable(text)}", file=sys.stderr, flush=True)
+
+
+def printable(text: str) -> str:
+    """Return a text without what would do anything to a terminal: names are anybody's."""
+    return "".join(sign if sign.isprintable() else "?" for sign in text)
