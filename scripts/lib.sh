@@ -57,7 +57,7 @@ lab_packages() {
 # old kernels, in the guest too, and beside it the lab's tests run programs of others.
 LINT_PACKAGES=(cppcheck shellcheck)
 WATCH_PACKAGES=(bpftrace)
-OTHERS_PACKAGES=(ibverbs-utils perftest systemd)
+OTHERS_PACKAGES=(ibverbs-utils perftest runc systemd)
 BENCH_PACKAGES=(gcc libc6-dev libibverbs-dev)
 
 # Print those of the named packages that are not installed.

@@ -91,7 +91,7 @@ ROWS = [
         LabOptions("5.10", ("movablecore=512M",)),
         (("guest_cuda.py", "--refuses", "no"),),
     ),
-    Row("7.3", LabOptions("7.3"), (("guest_audit.py", "none"),)),
+    Row("7.3", LabOptions("7.3"), (("guest_audit.py", "none"), ("guest_container.py",))),
     *(
         Row(f"{series}, two CPUs", LabOptions(series, memory=2 * GIB, cpus=2), (UPROBES,))
         for series in ("7.3", "6.12", "6.1", "5.10")
