@@ -14,15 +14,13 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import guest_bpf
 import yaml
 from guest_device import device
-from guest_tap import check, results
+from guest_tap import check, results, until
 
 from regrepro.core import memory, verbs
 from regrepro.kernel.node import decode_capabilities
@@ -56,15 +54,6 @@ def run(*command: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}: {done.stderr.strip()}")
-
-
-def until(true: Callable[[], object], seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while not true():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.3)
-    return True
 
 
 def image() -> Path:
@@ -160,7 +149,10 @@ def main() -> int:
         has = decode_capabilities(int(found[1], 16)) if found else []
         wanted = made["process"]["capabilities"]["effective"]
         check("with the manifest's capabilities and no others", sorted(has) == sorted(wanted), f"{has}")
-        check("/proc/kcore is hidden from it", _is_empty(Path(f"/proc/{state['pid']}/root/proc/kcore")))
+        check(
+            "/proc/kcore is hidden from it",
+            _is_empty(Path("/proc", str(state["pid"]), "root", "proc", "kcore")),
+        )
         check("its file system cannot be written to", not _can_write(state["pid"]))
         with verbs.Device(name) as opened, opened.pd() as pd:
             try:

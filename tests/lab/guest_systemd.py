@@ -9,13 +9,11 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import guest_bpf
 import guest_device
-from guest_kernel import check, results
+from guest_tap import check, results, until
 
 from regrepro.core import memory, verbs
 from regrepro.kernel.node import decode_capabilities
@@ -39,15 +37,6 @@ def shown(what: str) -> str:
 
 def journal() -> str:
     return run("journalctl", "--no-pager", "-o", "cat", "-u", UNIT)[1]
-
-
-def until(true: Callable[[], object], seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while not true():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.5)
-    return True
 
 
 def left() -> str:
