@@ -7,6 +7,7 @@
 
 #include <errno.h>
 #include <linux/bpf.h>
+#include <signal.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
@@ -106,16 +107,18 @@ uint64_t rr_bpf_counter(uintptr_t address)
 	return __atomic_load_n((const uint64_t *)address, __ATOMIC_RELAXED);
 }
 
-/* The verifier gives up with EAGAIN when a signal comes. */
+/* Without signals meanwhile: the verifier gives up with EAGAIN when one comes. */
 static int load(union bpf_attr *attr)
 {
-	int ret, tries;
+	sigset_t all, before;
+	int ret, error;
 
-	for (tries = 0; tries < 100; tries++) {
-		ret = call_bpf(BPF_PROG_LOAD, attr);
-		if (ret != -EAGAIN)
-			break;
-	}
+	sigfillset(&all);
+	error = pthread_sigmask(SIG_SETMASK, &all, &before);
+	if (error)
+		return -error;
+	ret = call_bpf(BPF_PROG_LOAD, attr);
+	pthread_sigmask(SIG_SETMASK, &before, NULL);
 	return ret;
 }
 

@@ -6,6 +6,7 @@ import errno
 import os
 import resource
 import select
+import signal
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -408,6 +409,25 @@ def test_a_program_is_loaded(live: None) -> None:
     with pytest.raises(OSError, match="attaching a BPF program"):
         bpf.attach_program(program, "nothing")
     os.close(program)
+
+
+def test_a_signal_does_not_keep_a_program_from_being_loaded(live: None) -> None:
+    """The verifier gives up where one is pending, and looks at each instruction whether one is."""
+    code = Code()
+    for _ in range(200_000):
+        code.do(0, "=", 0)
+    code.end()
+    came: list[int] = []
+    before = signal.signal(signal.SIGALRM, lambda number, _frame: came.append(number))
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.002, 0.002)
+        fd = bpf.load_program(code.bytes(), bpf.PROG_KPROBE, "test")
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    os.close(fd)
+    assert came
 
 
 def test_a_program_that_the_verifier_refuses_is_quoted(live: None) -> None:
