@@ -320,8 +320,7 @@ class UserProbes:
             lambda: int(lib.rr_uprobe_program(number, *maps, condition, log, _LOG_BYTES))
         )
         if program < 0:
-            words = " ".join(ffi.string(log).decode("utf-8", "replace").split())
-            what = "a uprobe's BPF program" + (f", of which the verifier says {words!r}" if words else "")
+            what = f"a uprobe's BPF program{bpf.verifier_says(ffi.string(log))}"
             raise _failure(-program, what, path, bpf.HINTS)
         return program
 

@@ -26,7 +26,7 @@ from regrepro.watch.copies import Copy
 from regrepro.watch.events import Asked, Correlator, Ended, Inner, LibraryWord, PlainPin, StuckPage, limits_of
 from regrepro.watch.functions import Function, Functions
 from regrepro.watch.process import kernel_boottime
-from regrepro.watch.program import ACCOUNT_SECONDS, VERBS, Layout
+from regrepro.watch.program import ACCOUNT_SECONDS, Layout, verb_number
 from regrepro.watch.registrations import KEY, SIZE_KEY, Account
 from regrepro.watch.request_programs import Context, Maps
 
@@ -233,10 +233,7 @@ class BpfEngine:
             never = errno.EAGAIN if again else 0
             return programs.failed(self._maps, context, number, function.returns, never=never)
 
-        try:
-            self._at_exit(function, make)
-        except OSError:
-            self._by_kprobe(function, make, at_return=True)
+        self._at_exit_or_return(function, make)
 
     def _follow_registrations(self, driver: int, function: Function) -> None:
         number = self._number(partial(self._failed_inside, function.name), 1)
@@ -245,11 +242,7 @@ class BpfEngine:
             dmabuf = "dmabuf" in function.name
             return programs.registered(self._maps, context, number, driver, dmabuf=dmabuf)
 
-        try:
-            self._at_exit(function, make)
-        except OSError:
-            self._by_kprobe(function, lambda c: programs.keep_length(self._maps, c), at_return=False)
-            self._by_kprobe(function, make, at_return=True)
+        self._at_exit_or_return(function, make, lambda c: programs.keep_length(self._maps, c))
 
     def _follow_migrations(self, function: Function, reasons: Sequence[int]) -> None:
         number = self._number(self._migration_failed, programs.MIGRATION_WORDS)
@@ -257,12 +250,7 @@ class BpfEngine:
         def make(context: Context) -> bytes:
             return programs.migration(self._maps, context, number, self._layout.pages, reasons)
 
-        try:
-            self._at_exit(function, make)
-        except OSError:
-            # First what says nothing by itself.
-            self._by_kprobe(function, lambda c: programs.keep_migration(self._maps, c), at_return=False)
-            self._by_kprobe(function, make, at_return=True)
+        self._at_exit_or_return(function, make, lambda c: programs.keep_migration(self._maps, c))
 
     def _follow_plain_pins(self, function: Function, longterm: int) -> None:
         number = self._number(partial(self._plain_pin, function.name), programs.PLAIN_PIN_WORDS)
@@ -271,10 +259,22 @@ class BpfEngine:
         def make(context: Context) -> bytes:
             return programs.plain_pin(self._maps, context, number, first, longterm)
 
+        self._at_exit_or_return(function, make, lambda c: programs.keep_pin(self._maps, c, first))
+
+    def _at_exit_or_return(
+        self,
+        function: Function,
+        make: Callable[[Context], bytes],
+        keep: Callable[[Context], bytes] | None = None,
+    ) -> None:
+        """Attach a program by a trampoline, or where there is none by a kprobe; `keep` makes the one at the
+        function's beginning that keeps the parameters for it. Raises OSError.
+        """
         try:
             self._at_exit(function, make)
         except OSError:
-            self._by_kprobe(function, lambda c: programs.keep_pin(self._maps, c, first), at_return=False)
+            if keep is not None:  # first, as it says nothing by itself
+                self._by_kprobe(function, keep, at_return=False)
             self._by_kprobe(function, make, at_return=True)
 
     def _at_exit(self, function: Function, make: Callable[[Context], bytes]) -> None:
@@ -571,7 +571,6 @@ class BpfEngine:
         )
 
     def _library_failed(self, verb: str, tid: int, pid: int, ns: int, words: Sequence[int]) -> None:
-        number = next(number for number, name in VERBS.items() if name == verb)
         # As _library() of program.py has them.
         address, length, third, fourth, fifth = words[1:6]
         given = {"address": address, "length": length}
@@ -581,7 +580,7 @@ class BpfEngine:
             given |= {"iova": third, "access": fourth & 0xFFFFFFFF}
         else:
             given |= {"iova": third, "fd": fourth & 0xFFFFFFFF, "access": fifth & 0xFFFFFFFF}
-        self.correlator.library_failed(LibraryWord(tid, pid, ns, number, given))
+        self.correlator.library_failed(LibraryWord(tid, pid, ns, verb_number(verb), given))
 
     def _plain_pin(self, function: str, tid: int, pid: int, ns: int, words: Sequence[int]) -> None:
         start, pages, flags, length, *stack = words

@@ -17,7 +17,7 @@ from regrepro.watch.branches import Branch, Place, Undecided, failing_branches
 from regrepro.watch.copies import Copy
 from regrepro.watch.elf import NotElf, file_offset, machine_of, text_reader
 from regrepro.watch.events import LibraryWord
-from regrepro.watch.program import VERBS
+from regrepro.watch.program import verb_number
 
 PAGE_SIZE: int = os.sysconf("SC_PAGE_SIZE")
 _STACK_BYTES = 64  # parameters that compilers keep there lie near its pointer
@@ -153,8 +153,7 @@ def _word(hit: Hit, known: _Followed) -> LibraryWord:
             given[name] = value
     if known.verb == "ibv_reg_mr" and "address" in given:
         given["iova"] = given["address"]
-    number = next(number for number, verb in VERBS.items() if verb == known.verb)
-    return LibraryWord(hit.tid, hit.pid, hit.ns, number, given)
+    return LibraryWord(hit.tid, hit.pid, hit.ns, verb_number(known.verb), given)
 
 
 def _value(hit: Hit, place: Place) -> int | None:

@@ -102,6 +102,11 @@ REQUESTS = {
 }
 
 
+def verb_number(name: str) -> int:
+    """Return a verb's number in `VERBS`."""
+    return next(number for number, verb in VERBS.items() if verb == name)
+
+
 def attribute_index(identifier: int) -> int:
     """Return where an attribute of the core stands in attrs and attr_present: uapi_key_attr() and
     uapi_bkey_attr(), include/rdma/uverbs_ioctl.h; the odd places are of drivers' attributes.

@@ -12,10 +12,10 @@ from typing import Any
 # sizes number, path, power of two.
 KEY, SIZE_KEY, NO_SIZE = struct.Struct("=IIII16s"), struct.Struct("=IHH"), 64
 
-# What the program tells apart. A registration that pinned no page through get_user_pages went by a
-# peer-memory driver (a device pointer), or is paged on demand.
 _ROWS = 10_000  # of processes; what others did is one row for each function and path
 _OTHERS = 0, "(others)"
+# What the program tells apart. A registration that pinned no page through get_user_pages went by a
+# peer-memory driver (a device pointer), or is paged on demand.
 PATHS = {1: "host", 2: "dma-buf", 3: "peer-memory-or-on-demand"}
 
 

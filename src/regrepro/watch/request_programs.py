@@ -6,15 +6,23 @@ hand because of that: bpftrace has no way to write into a map's entry, only to p
 which costs a multiple (kernel/bpf/hashtab.c), and has no trampoline for more than six parameters.
 
 A program tells what failed by a record in a ring that all CPUs share: words of 8 bytes, the program's number,
-thread and process, ns of boottime, and what `Kind` says. So one record comes after another if what it tells
-of did.
+thread and process, ns of boottime, and then
+
+    opened          nothing
+    end_request     `REQUEST_WORDS`
+    failed          ret
+    pin             ret, start, pages, flags
+    migration       ret, reason; of STUCK_PAGES pages: address, refcount, mapcount, pincount, flags
+    plain_pin       start, pages, flags, length of the stack in bytes, its addresses
+    library_return  the six parameters
+
+So one record comes after another if what it tells of did.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from enum import Enum
 
 from regrepro.core import bpf
 from regrepro.core.bpf_code import CONTEXT, RESULT, STACK_END, Code
@@ -46,20 +54,6 @@ _SINCE, _CALLS, _PAGES, _LIST, _REASON, _DEPTH, _LENGTH, STATE_BYTES = 0, 8, 16,
 CALL_BYTES = 48
 # Of a pin that is followed by kprobes: start, pages, flags.
 PIN_BYTES = 24
-
-
-class Kind(Enum):
-    """What a record tells. `words` that follow the header."""
-
-    OPENED = "opened"  # nothing
-    REQUEST = "request"  # see `REQUEST_WORDS`
-    FAILED = "failed"  # ret
-    PIN_FAILED = "pin failed"  # ret, start, pages, flags
-    MIGRATION = (
-        "migration"  # ret, reason, and of STUCK_PAGES pages: address, refcount, mapcount, pincount, flags
-    )
-    PLAIN_PIN = "plain pin"  # start, pages, flags, length of the stack in bytes, its addresses
-    LIBRARY = "library"  # the six parameters
 
 
 REQUEST_WORDS = (
@@ -135,10 +129,7 @@ class _Program:
         """`_STATE` becomes the thread's entry; of a thread that never made a request nothing is told."""
         self.thread()
         self.look_up(self.maps.requests)
-        unseen = self.code.new_label()
-        self.code.jump_if(RESULT, "!=", 0, unseen)
-        self.code.end()
-        self.code.label(unseen)
+        self.end_unless(RESULT, "!=", 0)
         self.code.copy(_STATE, RESULT)
 
     def end_unless(self, left: int, condition: str, number: int) -> None:

@@ -287,7 +287,7 @@ class Watch:
         except BaseException:
             engine.stop()
             raise
-        engine.correlator.library_speaks = self._library_probes.some or engine.follows_libraries
+        engine.correlator.library_speaks = self._library_speaks(engine)
         return engine
 
     def _follow_at_return(self, engine: BpfEngine, copy: Copy) -> None:
@@ -421,9 +421,8 @@ class Watch:
         """Take the library's words and the kernel's, each failure's together: the kernel's is first there."""
         for _ in range(_TURNS):
             until = kernel_boottime()
-            if self._library_probes.take(self._words.append):
+            if self._take_words():
                 self._taken_at.append(time.monotonic())
-                self._words = deque(sorted(self._words, key=lambda word: word.ns))
             hand_on = partial(self._hand_on, engine.correlator)
             self._more = not engine.take(until, hand_on)
             if not self._more:
@@ -432,6 +431,13 @@ class Watch:
             if not self._more or self._stop:
                 return
         time.sleep(_BREATH_SECONDS)  # who writes a record may wait for this CPU
+
+    def _take_words(self) -> int:
+        """Read the library's words, and keep them in time order; return how many there were."""
+        taken = self._library_probes.take(self._words.append)
+        if taken:
+            self._words = deque(sorted(self._words, key=lambda word: word.ns))
+        return taken
 
     def _hand_on(self, correlator: Correlator, ns: int) -> None:
         """Hand on the library's words from before a moment, of which the kernel has said what it has to say:
@@ -623,18 +629,21 @@ class Watch:
     def _forget_unused(self) -> None:
         gone = self._copies.forget_unused()
         if gone and isinstance(self._engine, BpfEngine):
-            self._library_probes.take(self._words.append)  # what they had still to say
-            self._words = deque(sorted(self._words, key=lambda word: word.ns))
+            self._take_words()  # what they had still to say
         elif gone:
             self._library_probes.take(partial(self._library_failed, self._engines()))
         self._library_probes.forget(gone)
         if isinstance(self._engine, BpfEngine):
             self._engine.forget(gone)
 
+    def _library_speaks(self, engine: Engine | BpfEngine) -> bool:
+        """Whether copies of libibverbs say by a way of their own when they give NULL."""
+        speaks = isinstance(engine, BpfEngine) and engine.follows_libraries
+        return speaks or self._library_probes.some
+
     def _following(self, shown: list[str]) -> None:
         for engine in self._engines():
-            speaks = isinstance(engine, BpfEngine) and engine.follows_libraries
-            engine.correlator.library_speaks = speaks or self._library_probes.some
+            engine.correlator.library_speaks = self._library_speaks(engine)
         self._tell("copies", copies=shown, followed=self._how_followed())
         self._say(f"following {len(shown)} copies of libibverbs: {', '.join(shown)}")
 
