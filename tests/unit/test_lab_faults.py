@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from regrepro.errors import EnvironmentProblem
 from regrepro.lab import faults as engine
 from regrepro.lab.commands import lab
 from regrepro.lab.progress import Silent
+from regrepro.scenario import load_file
 from regrepro.views import faults as view
 
 NAMES = ("access_flags", "vanishing_device", "zero_page")
@@ -135,3 +137,14 @@ def test_the_command_shows_what_was_run(tmp_path: Path, boots: list[Any]) -> Non
     assert json.loads(run(lab, ["faults", *given, "--show", "--format", "json"]).output)["faults"]
     missing = run(lab, ["faults", *given[:-1], str(tmp_path / "none"), "--show"])
     assert missing.exit_code != 0
+
+
+def test_the_table_of_attacks_has_every_attack_and_no_wrong_cell() -> None:
+    root = Path(__file__).parents[2]
+    text = (root / "docs/verdicts.md").read_text(encoding="utf-8")
+    table = text.partition("<!-- attacks: begin -->")[2].partition("<!-- attacks: end -->")[0]
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", table, re.M))
+    files = (root / "tests/attacks").glob("*.py")
+    declared = {item.name for file in files for item in load_file(file)}
+    assert set(rows) == declared, "run ./scripts/attack-table"
+    assert [name for name, cells in rows.items() if re.search(r"WRONG|not run|error", cells)] == []

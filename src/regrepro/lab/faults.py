@@ -138,6 +138,7 @@ def cells(place: Path) -> dict[str, dict[str, Any]]:
                 cell = {key: item.get(key) for key in _KEYS}
                 cell["how"] = (item["evidence"].get("layer") or {}).get("how")
                 cell["blocked"] = end.get("outcome") == "blocked"
+                cell["tried"] = bool(item["checks"])  # a precondition that was not met has none
                 cell["run"] = boot.name
                 found[item["scenario"]] = cell
     return found

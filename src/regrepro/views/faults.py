@@ -33,7 +33,7 @@ def text(cell: Cell | None) -> str:
     elif verdict == "other-failure":
         said = f"{cell['layer']}{' (blocked)' if cell['blocked'] else errno}"
     elif verdict == "unmet":
-        said = "cannot be planted"
+        said = "not proven" if cell["tried"] else "cannot be planted"
     else:
         said = str(verdict)
     return f"WRONG: {said}" if state(cell) == WRONG else said
