@@ -31,7 +31,9 @@ def failed(
 def layer(record: Record) -> tuple[str, str]:
     """Layer and how it is known."""
     verdict = judge_record(record)["verdicts"][0]
-    assert verdict["verdict"] == "other-failure", verdict["reason"]
+    # What names no cause, and what could be this bug, is left open; every other layer is another failure.
+    open_cause = verdict["layer"] in ("unknown", "page-migration")
+    assert verdict["verdict"] == "other-failure" or (open_cause and verdict["verdict"] == "unmet"), verdict
     return verdict["layer"], verdict["evidence"]["layer"]["how"]
 
 
@@ -380,7 +382,7 @@ def test_an_earlier_batch_that_moved_is_not_the_failing_one() -> None:
     events.insert(0, {"t": 0.0, "tracepoint": "mm_migrate_pages", "fields": fields})
     assert judge_record(record)["verdicts"][0]["verdict"] == "reproduced"
     events.append({"t": 0.9, "tracepoint": "mm_migrate_pages", "fields": fields})
-    assert judge_record(record)["verdicts"][0]["verdict"] == "other-failure"
+    assert judge_record(record)["verdicts"][0]["verdict"] == "unmet"
 
 
 @pytest.mark.parametrize(

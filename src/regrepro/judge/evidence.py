@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from regrepro.judge import rules
+from regrepro.judge.contracts import measured_contract
 from regrepro.judge.facts import Facts, Pass, Registration
 from regrepro.judge.layers import Layer
 from regrepro.judge.pagestate import PageState
-from regrepro.judge.rules import Case, measured_contract
+from regrepro.judge.rules import Case
 from regrepro.judge.spans import Spans
 
 OBSERVED, INFERRED, STAND_IN, MISSING = "observed", "inferred", "stand-in", "missing"
@@ -139,7 +140,7 @@ def _pins(case: Case) -> dict[str, Any]:
             {
                 "pin": pin.id,
                 "kind": pin.kind,
-                "owner": pin.owner,
+                "owner": case.owner(pin),
                 "api": pin.api,
                 "pages": pin.spans.total,
                 "alive_before": alive[0],

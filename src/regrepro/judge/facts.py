@@ -88,6 +88,10 @@ class Registration:
     pages_unknown: str = ""
     deregistered: int | None = None
     watched: Mapping[str, Any] = field(default_factory=dict)
+    in_series: str = ""
+    """Of a `registered` line: "number 5 of series 1". The record holds no page states of it."""
+    standing: list[Pin] = field(default_factory=list, repr=False)
+    """The pins of the pass, on whatever buffer, that stood when it was made."""
 
     @property
     def succeeded(self) -> bool:
@@ -131,6 +135,12 @@ class Buffer:
         return self.place in kinds
 
     @property
+    def shared_mapping(self) -> bool:
+        """Whether it is a shared mapping (`rw-s` in /proc/self/maps): all who map its pages have the same."""
+        words = self.vma.split()
+        return len(words) > 1 and words[1].endswith("s")
+
+    @property
     def on_gpu(self) -> bool:
         """Whether it is memory of the GPU, which has no page of the host."""
         return self.owner == "cuda" and self.backing in ("cuda-device", "cuda-vmm")
@@ -160,6 +170,10 @@ class Pass:
     buffers: dict[int, Buffer] = field(default_factory=dict)
     pins: dict[int, Pin] = field(default_factory=dict)
     registrations: list[Registration] = field(default_factory=list)
+    series: dict[int, list[Mapping[str, Any]]] = field(default_factory=dict)
+    """The `registered` lines of each series, until the event of its end."""
+    in_series: list[Registration] = field(default_factory=list)
+    """Registrations of series that have no `register` event of their own."""
     transfers: list[Mapping[str, Any]] = field(default_factory=list)
     steps: list[Mapping[str, Any]] = field(default_factory=list)
     notes: list[Mapping[str, Any]] = field(default_factory=list)
@@ -172,18 +186,6 @@ class Pass:
     def finished(self) -> bool:
         """Whether the body ran to its end."""
         return self.end is not None and self.end.get("outcome") == "finished"
-
-    def held(self, at: int, buffer: int) -> list[Pin]:
-        """The pins on a buffer that were taken before an event and not released before it."""
-        return [
-            pin
-            for pin in self.pins.values()
-            if pin.buffer == buffer
-            and pin.errno is None
-            and pin.kind != "none"
-            and pin.seq < at
-            and (pin.release is None or pin.release.seq > at)
-        ]
 
 
 @dataclass
@@ -215,6 +217,13 @@ class Facts:
     def node(self) -> Mapping[str, Any]:
         """The header's node facts."""
         return _mapping(self.header.get("node"))
+
+    @property
+    def driver_loaded(self) -> bool:
+        """Whether NVIDIA's kernel module was loaded when the run began."""
+        told = self.node.get("nvidia_module")
+        # A record from before that fact has the driver's version alone, which a loaded module tells.
+        return told is True if "nvidia_module" in self.node else bool(self.node.get("nvidia_driver"))
 
     @property
     def could_trace(self) -> bool:
@@ -340,8 +349,30 @@ def collect(record: RecordLike) -> Facts:
             _of_a_pass(current, facts, kind, seq, event)
         except _Malformed as error:
             current.problems.append(f"the {kind} event with seq {seq} is malformed: {error}")
+    for item in facts.passes:
+        _note_standing(item)
     _find_gaps(facts, seqs)
     return facts
+
+
+def _note_standing(current: Pass) -> None:
+    """Tell each registration the pins that were taken before it and not released before it."""
+    marks: list[tuple[int, int, Pin | Registration]] = [
+        (item.seq, 1, item) for item in (*current.registrations, *current.in_series)
+    ]
+    for pin in current.pins.values():
+        if pin.errno is None and pin.kind != "none":
+            marks.append((pin.seq, 2, pin))
+            if pin.release is not None:
+                marks.append((pin.release.seq, 0, pin))
+    standing: dict[int, Pin] = {}
+    for _, what, item in sorted(marks, key=lambda mark: mark[:2]):
+        if isinstance(item, Registration):
+            item.standing = list(standing.values())
+        elif what == 2 and (item.release is None or item.release.seq > item.seq):
+            standing[item.id] = item
+        elif what == 0:
+            standing.pop(item.id, None)
 
 
 def _find_gaps(facts: Facts, seqs: list[int]) -> None:
@@ -404,6 +435,10 @@ def _of_a_pass(current: Pass, facts: Facts, kind: str, seq: int, event: Mapping[
         _pin(current, facts, seq, event)
     elif kind == "register":
         _register(current, facts, seq, event)
+    elif kind == "registered":
+        current.series.setdefault(_number(event, "series"), []).append(event)
+    elif kind == "register-many":
+        _register_many(current, event)
     elif kind == "release":
         _release(current, facts, seq, event)
     elif kind == "deregister":
@@ -528,6 +563,36 @@ def _register(current: Pass, facts: Facts, seq: int, event: Mapping[str, Any]) -
             watched={key: event[key] for key in ("stuck", "plain_pins") if key in event},
         )
     )
+
+
+def _register_many(current: Pass, event: Mapping[str, Any]) -> None:
+    """The lines of a series become registrations: what they have in common stands in the event of its end."""
+    series, buffer = _number(event, "series"), _number(event, "buffer")
+    target, access = current.buffers.get(buffer), event.get("access")
+    for line in current.series.pop(series, []):
+        address, length = _number(line, "address"), _number(line, "length")
+        current.in_series.append(
+            Registration(
+                0,
+                _number(line, "seq"),
+                buffer,
+                _text(event.get("verb")),
+                _text_or_none(event.get("device")),
+                address,
+                length,
+                address,
+                tuple(item for item in access if isinstance(item, str)) if isinstance(access, list) else None,
+                _errno(line),
+                None,
+                None,
+                {},
+                Trace(why="a line of a series has none"),
+                None,
+                target.pages(address, length) if target is not None and length > 0 else Spans(),
+                pages_unknown="the pages of one in a series are not looked at",
+                in_series=f"number {_number(line, 'number')} of series {series}",
+            )
+        )
 
 
 def _release(current: Pass, facts: Facts, seq: int, event: Mapping[str, Any]) -> None:

@@ -16,6 +16,10 @@ UNPINNABLE = frozenset({"cma", "isolate", "movable-zone"})
 PLACES = UNPINNABLE | {"ordinary", "unknown", "absent"}
 
 
+PIN_BIAS = 1024
+"""GUP_PIN_COUNTING_BIAS, include/linux/mm.h: what one FOLL_PIN adds to a small page's `_refcount`."""
+
+
 def cache_references(backing: str) -> int:
     """References that a page of this backing has besides those of its mappings.
 

@@ -8,21 +8,19 @@ rule holds on 5.10, 6.1 and 6.12 where nothing else is said.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
+from regrepro.judge import owners
+from regrepro.judge.contracts import Contract, pin_contract
 from regrepro.judge.facts import Buffer, Facts, Pass, Pin, Registration
-from regrepro.judge.pagestate import PageState, cache_references, where
+from regrepro.judge.frames import pins_on, same_frames
+from regrepro.judge.owners import UNASKED, held_now, rose
+from regrepro.judge.pagestate import PIN_BIAS, PageState, cache_references
 from regrepro.judge.spans import Spans
-
-PIN_BIAS = 1024
-"""GUP_PIN_COUNTING_BIAS, include/linux/mm.h: what one FOLL_PIN adds to a small page's `_refcount`."""
 
 TRANSIENT = 1
 """A page in a per-CPU LRU batch (mm/swap.c) has one reference more, and so has one in the swap cache."""
-
-UNASKED = ("cuda", "own-code")
-"""Owners that may be unable to say whether their pin still holds: its references must."""
 
 OK, MISSING, CONTRADICTED = "ok", "missing", "contradicted"
 
@@ -41,6 +39,10 @@ class Check:
         """Whether the rule holds."""
         return self.state == OK
 
+    def as_unmet(self) -> dict[str, str]:
+        """Return it as an item of a verdict's `unmet`."""
+        return {"need": self.name, "why": self.text, "how": self.how}
+
 
 @dataclass
 class Case:
@@ -53,14 +55,49 @@ class Case:
 
     @cached_property
     def held(self) -> list[Pin]:
-        """Pins on the buffer, held when the registration began, that overlap it."""
-        held = self.run.held(self.registration.seq, self.buffer.id)
-        return [pin for pin in held if pin.spans & self.registration.spans]
+        """Pins that stood on pages of the registration when it began, whatever mapping they were taken by."""
+        return pins_on(self.registration)
 
     @cached_property
     def plain(self) -> list[Pin]:
-        """Of these, the ones that made no promise: FOLL_PIN without FOLL_LONGTERM, and FOLL_GET."""
-        return [pin for pin in self.held if pin.kind in ("pin", "get")]
+        """Of these, those without FOLL_LONGTERM: FOLL_PIN and FOLL_GET, and a pin of a driver's or a user's
+        that was expected to ask for it and left its pages in unpinnable memory.
+        """
+        return [pin for pin in self.held if pin.kind in ("pin", "get") or self._broke_its_promise(pin)]
+
+    def _broke_its_promise(self, pin: Pin) -> bool:
+        return pin.owner in UNASKED and self.contract(pin).kind == "plain"
+
+    def contract(self, pin: Pin) -> Contract:
+        """What a pin did to unpinnable pages (`contracts.pin_contract`)."""
+        taken = self.run.pins[pin.id]  # as it was taken, by the pages of its own buffer
+        return pin_contract(self.run.buffers[taken.buffer], taken)
+
+    def owner(self, pin: Pin) -> str:
+        """Name who holds a pin (`owners.owner_of`)."""
+        taken = self.run.pins[pin.id]
+        return owners.owner_of(self.facts, self.run.buffers[taken.buffer], taken)
+
+    @cached_property
+    def seqs(self) -> frozenset[int]:
+        """The events that what is said of this registration rests on: itself, the pins held at it, their
+        releases, and the same call after them.
+        """
+        of_pins = [pin.seq for pin in self.held]
+        releases = [pin.release.seq for pin in self.held if pin.release is not None]
+        again = same_call_after_release(self)
+        third = _pinned_again(self, again) if again is not None else None
+        calls = [call.seq for call in (self.registration, again, third) if call is not None]
+        pins_of_third = [pin.seq for pin in third.standing] if third is not None else []
+        return frozenset((*of_pins, *releases, *calls, *pins_of_third))
+
+    def may_be_copied(self, state: PageState) -> Spans:
+        """The pages that a write may have replaced by copies: mapped more than once, and privately.
+
+        A write to a shared mapping goes to the one page of all (`do_wp_page`, mm/memory.c, copies only where
+        VM_SHARED is not set).
+        """
+        return Spans() if self.buffer.shared_mapping else state.shared
 
     @cached_property
     def unpinnable(self) -> Spans:
@@ -211,17 +248,26 @@ def not_alive(case: Case, pin: Pin) -> str:
 
 def first_under_the_pin(case: Case) -> Check:
     """No earlier registration of these pages succeeded under the same pins: it had to move them, too."""
-    for earlier in case.run.registrations:
+    first_pin = min((pin.seq for pin in case.plain), default=case.registration.seq)
+    for earlier in (*case.run.registrations, *case.run.in_series):
         if (
-            earlier.seq < case.registration.seq
-            and earlier.buffer == case.buffer.id
+            first_pin < earlier.seq < case.registration.seq
             and earlier.succeeded
-            and earlier.spans & case.stuck
-            and any(pin.seq < earlier.seq for pin in case.plain)
+            and _pages_of(earlier, case) & case.stuck
         ):
             text = "an earlier registration of the same pages succeeded under the same pin"
             return Check("order", CONTRADICTED, text)
     return Check("order", OK, "it was the first registration of these pages under the pin")
+
+
+def _pages_of(earlier: Registration, case: Case) -> Spans:
+    """The pages of the case's buffer that another registration was of: by their frames in another buffer."""
+    if earlier.buffer == case.buffer.id:
+        return earlier.spans
+    before = case.registration.before
+    if earlier.after is None or before is None:
+        return Spans()
+    return same_frames(earlier.after, earlier.spans, before)
 
 
 def exactly_the_pinned_pages_stayed(case: Case) -> Check:
@@ -254,36 +300,17 @@ def exactly_the_pinned_pages_stayed(case: Case) -> Check:
     return Check(name, OK, f"exactly the {case.stuck.total} pinned pages stayed where they were{others}")
 
 
-def held_now(state: PageState, buffer: Buffer, spans: Spans, least: int) -> Spans:
-    """Those of the pages that have at least so many references beyond the baseline, or a pin count."""
-    by_count = where(state.excess(cache_references(buffer.backing)), lambda excess: excess >= least)
-    large = state.where("pincount", lambda count: count > 0)
-    small = by_count - state.known("pincount")
-    return (large | small) & spans
-
-
-def _changed(first: PageState | None, then: PageState | None, spans: Spans, least: int, sign: int) -> Spans:
-    """Those of the pages whose references rose (sign 1) or fell (-1) by at least so many, the PFN
-    unchanged.
-    """
-    if first is None or then is None:
-        return Spans()
-    counted = where(first.change(then, "refcount"), lambda step: sign * step >= least)
-    large = where(first.change(then, "pincount"), lambda step: sign * step >= 1)
-    return (counted | large) & spans
-
-
 def _difference(case: Case, pin: Pin, spans: Spans, least: int) -> Spans:
     """The pages on which taking this pin raised, or releasing it lowered, the references."""
-    rose = _changed(pin.before, pin.after, spans, least, 1)
+    came = rose(pin.before, pin.after, spans, least)
     fell = Spans()
     if pin.release is not None:
-        fell = _changed(case.registration.after, pin.release.after, spans, least, -1)
+        fell = rose(case.registration.after, pin.release.after, spans, least, -1)
         for later in case.run.registrations:
             if later.seq > pin.release.seq and later.buffer == case.buffer.id:
-                fell = fell | _changed(case.registration.after, later.before, spans, least, -1)
+                fell = fell | rose(case.registration.after, later.before, spans, least, -1)
                 break
-    return rose | fell
+    return came | fell
 
 
 def references_on_exactly_the_pinned_pages(case: Case) -> Check:
@@ -311,6 +338,13 @@ def references_on_exactly_the_pinned_pages(case: Case) -> Check:
             if mine - proven:
                 text = f"page {mine - proven} had no reference of pin {pin.id} {when} the registration"
                 return Check(name, CONTRADICTED, text)
+            strange = mine - owners.taken(case.buffer, pin) if pin.owner in UNASKED else Spans()
+            if strange:
+                text = (
+                    f"the references of page {strange} did not rise when {pin.api or pin.owner} was called, "
+                    "so somebody else holds it"
+                )
+                return Check(name, MISSING, text, "look who: regrepro watch --pins names who pins")
             if pin.kind == "get" and mine - _difference(case, pin, mine, 1):
                 page = mine - _difference(case, pin, mine, 1)
                 text = (
@@ -410,7 +444,7 @@ def releasing_made_it_succeed(case: Case) -> Check:
     later = same_call_after_release(case)
     if later is None:
         return Check(name, MISSING, "the same registration was not tried again after the release", how)
-    if case.run.held(later.seq, case.buffer.id):
+    if pins_on(later):
         return Check(name, MISSING, "another pin was held when the registration was tried again", how)
     if not later.succeeded:
         text = f"with the pin released the same registration still failed, with {later.errno}"
@@ -444,7 +478,7 @@ def _pinned_again(case: Case, second: Registration) -> Registration | None:
             and later.buffer == case.buffer.id
             and later.before is not None
             and later.spans
-            and case.run.held(later.seq, case.buffer.id)
+            and pins_on(later)
             and later.spans <= later.before.placed("ordinary")
         ):
             return later
@@ -480,111 +514,3 @@ PROOF: tuple[Callable[[Case], Check], ...] = (
 def prove(case: Case) -> list[Check]:
     """Apply every rule of proof to a registration that failed."""
     return [rule(case) for rule in PROOF]
-
-
-@dataclass(frozen=True)
-class Contract:
-    """What a pin did to unpinnable pages. `kind` is `longterm`, `plain` or `unknown`; `why` says on what it
-    rests.
-    """
-
-    kind: str
-    why: str
-    spans: Spans = field(default_factory=Spans)
-
-
-def _contract_by_trace(pin: Pin, after: PageState) -> Contract:
-    """The same of a pin whose call made the memory, too (cudaHostAlloc): nobody saw the pages before it.
-
-    Pages that lie in unpinnable memory under the pin show that it asked for no FOLL_LONGTERM. Else the trace
-    of the call decides: `migrate_pages` moves pages for a pin (MR_LONGTERM_PIN) only where that asked for it.
-    """
-    if after.unpinnable & pin.spans:
-        return Contract("plain", "its pages lie in unpinnable memory", after.unpinnable & pin.spans)
-    moved = sum(step.succeeded or 0 for step in pin.trace.migrations)
-    if not pin.trace.complete:
-        return Contract("unknown", "the call made the memory and pinned it, and no trace of it is complete")
-    if any(not call["longterm"] for call in pin.trace.gup_calls if call["ret"] > 0):
-        return Contract("plain", "the kernel saw it ask for no FOLL_LONGTERM")
-    if not moved:
-        return Contract("unknown", "none of its pages was unpinnable")
-    if pin.spans - after.placed("ordinary"):
-        return Contract("unknown", "its pages are not provably out of unpinnable memory")
-    why = f"the kernel moved {moved} of its pages out of unpinnable memory for this very pin"
-    return Contract("longterm", why, pin.spans)
-
-
-def pin_contract(buffer: Buffer, pin: Pin) -> Contract:
-    """Whether a pin asked for FOLL_LONGTERM, by movement alone.
-
-    A pin with FOLL_LONGTERM moves unpinnable pages out first (`__gup_longterm_locked`, mm/gup.c). Movement
-    means that only if nothing else can have moved them: after fork() any pin for writing breaks
-    copy-on-write (`do_wp_page`, mm/memory.c), so each page must have been mapped once; it must now bear
-    exactly one pin more than its baseline; and pages that were not pinned must have stayed: NUMA balancing
-    and compaction move pages, too.
-    """
-    before, after = pin.before, pin.after
-    if after is None:
-        return Contract("unknown", "the pages around the pin were not read")
-    if before is None:
-        return _contract_by_trace(pin, after)
-    was = before.unpinnable & pin.spans
-    if not was:
-        return Contract("unknown", "none of its pages was unpinnable")
-    moved = before.moved(after) & was
-    if not moved:
-        if was <= (before.unmoved(after) & after.unpinnable):
-            return Contract("plain", "its pages stayed in unpinnable memory", was)
-        return Contract("unknown", "whether its pages moved was not seen")
-    if was - moved:
-        return Contract("unknown", f"page {was - moved} did not move, others did")
-    if moved - after.placed("ordinary"):
-        return Contract("unknown", "its pages moved, but not provably out of unpinnable memory")
-    shared = before.shared & moved
-    if shared:
-        return Contract(
-            "unknown", f"page {shared} was mapped more than once: copy-on-write moves it, too", moved
-        )
-    if moved - before.where("mapcount", lambda count: count == 1):
-        return Contract("unknown", "that nobody else mapped its pages is not known", moved)
-    excess = after.excess(cache_references(buffer.backing))
-    once = where(excess, lambda count: PIN_BIAS <= count < 2 * PIN_BIAS) - after.known("pincount")
-    once = once | after.where("pincount", lambda count: count > 0)
-    if moved - once:
-        return Contract("unknown", f"page {moved - once} does not provably bear exactly one pin", moved)
-    if before.moved(after) - pin.spans:
-        return Contract("unknown", "pages that were not pinned moved as well", moved)
-    if any(not call["longterm"] for call in pin.trace.gup_calls if call["ret"] > 0):
-        return Contract("unknown", "its pages moved, but the kernel saw it ask for no FOLL_LONGTERM", moved)
-    neighbours = before.unpinnable - pin.spans
-    beside = f", the {neighbours.total} unpinned ones beside them stayed" if neighbours else ""
-    return Contract("longterm", f"the pin moved its {moved.total} unpinnable pages out first{beside}", moved)
-
-
-def measured_contract(facts: Facts, run: Pass, pin: Pin) -> Contract:
-    """What a pin's movement says of it, with what only the rest of the run can tell.
-
-    "Did not move" also fits a page that was never pinned, and every pin on a kernel before 5.13: the pin's
-    own references must stand on its pages, and where this run took a FOLL_LONGTERM pin by io_uring on
-    unpinnable pages, that must have moved them.
-    """
-    contract = pin_contract(run.buffers[pin.buffer], pin)
-    if contract.kind != "plain" or pin.after is None:
-        return contract
-    least = 1 if pin.kind == "get" else PIN_BIAS
-    bare = contract.spans - held_now(pin.after, run.buffers[pin.buffer], contract.spans, least)
-    if bare:
-        return Contract("unknown", f"page {bare} stayed, but bears no reference of a pin", contract.spans)
-    compared = [
-        pin_contract(other.buffers[its.buffer], its).kind
-        for other in facts.passes
-        for its in other.pins.values()
-        if its.errno is None and its.kind == "longterm" and its.owner == "io-uring" and its is not pin
-    ]
-    if "longterm" in compared:
-        return Contract("plain", f"{contract.why}, and a FOLL_LONGTERM pin moved such pages", contract.spans)
-    if "plain" in compared:
-        why = "its pages stayed, but on this kernel those of a FOLL_LONGTERM pin stay as well"
-        return Contract("unknown", why, contract.spans)
-    why = "its pages stayed, and no FOLL_LONGTERM pin was taken beside it that would have moved them"
-    return Contract("unknown", why, contract.spans)

@@ -213,6 +213,7 @@ def _note_gup_call(trace: Trace, name: str, ret: int, event: Mapping[str, Any]) 
             "caller": event["caller"] if isinstance(event.get("caller"), str) else None,
             "modules": list(dict.fromkeys(match[1] for match in found if match)),
             "ret": ret,
+            "start": whole_number(args.get("start")) if isinstance(args, Mapping) else None,
         }
     )
 

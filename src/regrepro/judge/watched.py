@@ -12,8 +12,8 @@ from typing import Any
 
 from regrepro.judge.facts import Facts, Pass, Registration
 from regrepro.judge.layers import Layer, classify
-from regrepro.judge.pagestate import UNPINNABLE, cache_references, whole_number
-from regrepro.judge.rules import CONTRADICTED, MISSING, OK, PIN_BIAS, Check
+from regrepro.judge.pagestate import PIN_BIAS, UNPINNABLE, cache_references, whole_number
+from regrepro.judge.rules import CONTRADICTED, MISSING, OK, Check
 from regrepro.judge.spans import Spans
 
 CAUGHT = "caught"

@@ -123,6 +123,11 @@ def in_initial_user_namespace() -> bool | None:
     return mapping.split() == ["0", "0", "4294967295"]
 
 
+def nvidia_module() -> bool:
+    """Whether NVIDIA's kernel module is loaded: its folder of /sys/module is there while it is."""
+    return Path("/sys/module/nvidia/initstate").exists()
+
+
 def nvidia_driver() -> str | None:
     """Return the version of the loaded NVIDIA driver, None where none is loaded."""
     version = _text("/sys/module/nvidia/version")
@@ -178,6 +183,7 @@ def node_facts() -> dict[str, Any]:
         "container": container(),
         "vm": vm_sysctls(),
         "transparent_hugepage": _chosen("/sys/kernel/mm/transparent_hugepage/enabled"),
+        "nvidia_module": nvidia_module(),
         "nvidia_driver": nvidia_driver(),
         "limits": {"memlock_soft": _limit(soft), "memlock_hard": _limit(hard)},
     }

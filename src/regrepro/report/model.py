@@ -405,7 +405,7 @@ def _finding(item: Mapping[str, Any], found: Sequence[Pass], reader: Reader) -> 
     evidence = words.mapping_of(item.get("evidence"))
     main = next((one for one in own if one.control is None), None)
     if main is not None:
-        under_test = main.under_test()
+        under_test = main.under_test(item.get("registration"))
         if under_test is not None:
             finding.moments = reader.moments(main, under_test.get("buffer"))
         finding.chain = list(_chain(item, evidence, under_test))
@@ -497,7 +497,7 @@ def _request(under_test: Mapping[str, Any]) -> Iterator[Link]:
 
 
 def _trial(one: Pass, item: Mapping[str, Any], reader: Reader) -> Trial:
-    under_test = one.under_test()
+    under_test = one.under_test(item.get("registration") if one.control is None else None)
     held = None
     for control in words.mappings_of(item.get("controls")):
         if one.control is not None and control.get("name") == one.control:

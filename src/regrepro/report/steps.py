@@ -74,8 +74,13 @@ class Pass:
             return str(self.begin["change"])
         return f"another scenario: {self.begin.get('body')}"
 
-    def under_test(self) -> Mapping[str, Any] | None:
-        """Return the registration under test, as `judge.verdict.under_test` chooses it."""
+    def under_test(self, number: object = None) -> Mapping[str, Any] | None:
+        """Return the registration that a verdict is of, by its `registration`; without one, what
+        `judge.controls.under_test` chooses.
+        """
+        for event in self.events:
+            if event.get("event") == "register" and number == event.get("registration") is not None:
+                return event
         candidates: list[Mapping[str, Any]] = []
         asked: list[object] = []
         pinned: list[object] = []

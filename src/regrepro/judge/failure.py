@@ -1,0 +1,67 @@
+"""What a registration that failed proves, and what it lacks."""
+
+from __future__ import annotations
+
+from regrepro.judge import rules
+from regrepro.judge.facts import Facts, Pass, Registration
+from regrepro.judge.layers import Layer, classify
+from regrepro.judge.outcome import OTHER_FAILURE, REPRODUCED, Verdict, named, unmet_checks
+from regrepro.judge.rules import MISSING, Case, Check
+
+
+def judge_failure(facts: Facts, run: Pass, registration: Registration) -> Verdict:
+    """Judge one registration that failed, all but its controls.
+
+    It is another failure only where the record shows another cause. What merely does not prove this bug (a
+    second holder, a pin that was gone, a page that stayed for no known reason) leaves the cause open.
+    """
+    layer = classify(facts, run, registration)
+    what = f"{named(run, registration)} failed with {registration.errno}"
+    buffer = run.buffers.get(registration.buffer)
+    on_gpu = buffer is not None and buffer.on_gpu  # no host page that this bug could hold
+    if registration.errno != "ENOMEM" or on_gpu or layer.name not in ("unknown", "page-migration"):
+        reason = f"{what}, and not by this bug ({layer.name}: {layer.why})"
+        return Verdict(OTHER_FAILURE, reason, layer=layer)
+    if buffer is None:
+        text = f"{what} on a range that is no buffer of the scenario"
+        return unmet_checks([Check("buffer", MISSING, text, "register a buffer of the stage")])
+    case = Case(facts, run, registration, buffer)
+    if run.contract == "none" and not case.held and layer.name == "page-migration":
+        # Somebody's reference that came and went: the scenario pins nothing, and none is asked after.
+        reason = f"{what}, and no pin was held on these pages ({layer.name}: {layer.why})"
+        return Verdict(OTHER_FAILURE, reason, layer=layer)
+    checks = rules.prove(case)
+    if any(not check.ok for check in checks):
+        found = unmet_checks([check for check in checks if not check.ok], f"{what}, ")
+        found.checks, found.layer = checks, layer
+        return found
+    moved = "the pinned pages would not move"
+    layer = Layer("page-migration", moved, "observed", "__migrate_folio, mm/migrate.c")
+    return Verdict(REPRODUCED, _because(case, what), layer=layer, checks=checks)
+
+
+def _places(case: Case) -> str:
+    before = case.registration.before
+    names = [
+        name for name in ("cma", "movable-zone", "isolate") if before and case.stuck & before.placed(name)
+    ]
+    words = {"cma": "CMA pageblocks", "movable-zone": "ZONE_MOVABLE", "isolate": "isolated pageblocks"}
+    return " and ".join(words[name] for name in names) or "unpinnable memory"
+
+
+def _because(case: Case, what: str) -> str:
+    pin = case.plain[0]
+    owner = case.owner(pin)
+    held = "a reference" if pin.kind == "get" else "a pin"
+    count = f"{case.stuck.total} of {case.registration.spans.total} pages in {_places(case)}"
+    if owner == "cuda":
+        driver = case.facts.node.get("nvidia_driver") or "of unknown version"
+        return (
+            f"NVIDIA driver {driver} pins without FOLL_LONGTERM: "
+            f"{what} because its pin kept {count} from moving"
+        )
+    if owner == "own-code":
+        return f"{pin.api} pins without FOLL_LONGTERM: {what} because its pin kept {count} from moving"
+    by = f" by {owner}" if owner != "unknown" else ", by whom was not seen,"
+    why = f"{what} because {held}{by} kept {count} from moving"
+    return f"this kernel, with this placement, is susceptible: {why}"

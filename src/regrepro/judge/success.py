@@ -1,0 +1,210 @@
+"""What a registration that succeeded rests on, or what is not proven of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from regrepro.judge import owners, rules
+from regrepro.judge.controls import judge_controls, moved_by_pin
+from regrepro.judge.facts import Facts, Pass, Registration
+from regrepro.judge.outcome import NOT_REPRODUCED, Verdict, named, unmet, unmet_checks
+from regrepro.judge.pagestate import PIN_BIAS
+from regrepro.judge.rules import Case, Check
+from regrepro.judge.spans import Spans
+
+
+def judge_success(
+    facts: Facts, main: Pass, registration: Registration, others: Mapping[str | None, Pass]
+) -> tuple[Verdict, list[dict[str, Any]]]:
+    """Judge a registration that succeeded, with its controls: they may show what the basis is."""
+    buffer = main.buffers.get(registration.buffer)
+    if buffer is None:
+        verdict = unmet(
+            "buffer", "the registered range is no buffer of the scenario", "register a stage buffer"
+        )
+        return verdict, judge_controls(facts, main, registration, others)
+    case = Case(facts, main, registration, buffer)
+    checks = [rules.whole_record(case), *_pin_checks(case)]
+    verdict = _basis(case, checks)
+    expect_failure = verdict.basis == "pin" or (not case.plain and case.unpinnable.total > 0)
+    controls = judge_controls(facts, main, registration, others, expect_failure=expect_failure)
+    if verdict.basis == "pin" and any(_plain_pin_allowed(item) for item in controls):
+        verdict.basis = "kernel"
+        verdict.reason = (
+            f"{verdict.reason}; the control shows that this kernel registers it with a plain pin as well"
+        )
+    return verdict, controls
+
+
+def _plain_pin_allowed(control: Mapping[str, Any]) -> bool:
+    return (
+        control["changed"] in ("pin=pin", "pin=get")
+        and control["got"] == "success"
+        and bool(control["valid"])
+    )
+
+
+def _pin_checks(case: Case) -> list[Check]:
+    """The pins that were held when a registration succeeded were still alive after it."""
+    checks: list[Check] = []
+    for pin in case.held:
+        flaw = rules.not_alive(case, pin)
+        if flaw:
+            how = "keep the pin until the registration has returned"
+            checks.append(Check("pin", rules.MISSING, flaw, how))
+    taken = [pin for pin in case.run.pins.values() if pin.kind != "none"]
+    if case.run.contract != "none" and not taken:
+        checks.append(Check("pin", rules.MISSING, "no pin was ever taken", "let the scenario pin its buffer"))
+    elif taken and not case.held and not any(pin.seq > case.registration.seq for pin in taken):
+        why = "no pin was held on these pages when they were registered, and none was taken after"
+        checks.append(Check("pin", rules.MISSING, why, "register while the pin is held"))
+    return checks
+
+
+def _basis(case: Case, checks: list[Check]) -> Verdict:
+    """What a registration that succeeded rests on, or what is not proven."""
+    memory_map, buffer = case.facts.memory_map, case.buffer
+    if buffer.on_gpu:
+        missing = [check for check in checks if not check.ok]
+        if missing:
+            return unmet_checks(missing)
+        reason = (
+            f"{case.registration.verb} succeeded: memory of the GPU has no host page that this bug could hold"
+        )
+        return Verdict(NOT_REPRODUCED, reason, basis="kernel", checks=checks)
+    needs = case.run.declared.get("needs")
+    asks = buffer.asks_unpinnable or (isinstance(needs, list) and "unpinnable" in needs)
+    what = f"{named(case.run, case.registration)} succeeded"
+    before = case.registration.before
+    if memory_map is not None and memory_map.complete and memory_map.has_unpinnable is False:
+        ordinary = before is not None and case.registration.spans <= before.placed("ordinary", "absent")
+        if not ordinary:
+            text = "the pages were not provably ordinary, although the memory map knows no unpinnable memory"
+            checks.append(Check("placement", rules.MISSING, text, "run as root"))
+        missing = [check for check in checks if not check.ok]
+        if missing:
+            return unmet_checks(missing)
+        nothing = "this node has no unpinnable memory, so no page had to move; this says nothing of a driver"
+        reason = f"{what}: {nothing}"
+        return Verdict(NOT_REPRODUCED, reason, basis="placement", checks=checks)
+    if not asks:
+        missing = [check for check in checks if not check.ok]
+        if missing:
+            return unmet_checks(missing)
+        reason = (
+            f"{what}: the kernel allowed it; no unpinnable memory was asked for, so this bug was not tried"
+        )
+        return Verdict(NOT_REPRODUCED, reason, basis="kernel", checks=checks)
+    moved_first = moved_by_pin(case)
+    if moved_first is not None:
+        pin, contract = moved_first
+        if contract.kind != "longterm":
+            checks.append(
+                Check(
+                    "pin contract",
+                    rules.MISSING,
+                    f"the pages moved, but {contract.why}",
+                    contract.how,
+                )
+            )
+        missing = [check for check in checks if not check.ok]
+        if missing:
+            return unmet_checks(missing)
+        owner = case.owner(pin)
+        whose = owner
+        if owner == "cuda":
+            whose = f"NVIDIA driver {case.facts.node.get('nvidia_driver') or 'of unknown version'}"
+        elif owner == "own-code":
+            whose = pin.api
+        elif owner == "unknown":
+            whose = "an owner that was not seen"
+        reason = f"{what}: the pin of {whose} asked for FOLL_LONGTERM ({contract.why})"
+        return Verdict(NOT_REPRODUCED, reason, basis="pin", checks=checks)
+    checks += _kernel_checks(case)
+    missing = [check for check in checks if not check.ok]
+    if missing:
+        return unmet_checks(missing)
+    return Verdict(NOT_REPRODUCED, f"{what}: {_kernel_allowed(case)}", basis="kernel", checks=checks)
+
+
+def _kernel_checks(case: Case) -> list[Check]:
+    """That the kernel was asked at all: unpinnable pages, held by the pin that the scenario promises, or by
+    none.
+    """
+    how = "run as root: the pageblock map needs /proc/kcore and /proc/self/pagemap"
+    registration = case.registration
+    before, after = registration.before, registration.after
+    if before is None or after is None:
+        why = registration.pages_unknown or "the pages were not read before and after the registration"
+        return [Check("placement", rules.MISSING, why, how)]
+    if not case.unpinnable:
+        return [
+            Check(
+                "placement", rules.MISSING, "no page was provably unpinnable when the registration began", how
+            )
+        ]
+    if not case.held:
+        return []
+    mine = Spans.of(pair for pin in case.held for pair in pin.spans.pairs) & case.unpinnable
+    if not mine:
+        return [Check("placement", rules.MISSING, "none of the pinned pages was unpinnable", how)]
+    checks = []
+    for when, state in (("before", before), ("after", after)):
+        copied = case.may_be_copied(before) & before.moved(after)
+        look = mine - copied if when == "after" else mine
+        for pin in case.held:
+            wanted = pin.spans & look
+            least = 1 if pin.kind == "get" else PIN_BIAS
+            if wanted - (state.known("refcount") | state.known("pincount")):
+                text = f"the reference counts {when} the registration are not known"
+                checks.append(
+                    Check(
+                        "references",
+                        rules.MISSING,
+                        text,
+                        "run as root: struct page is read through /proc/kcore",
+                    )
+                )
+            elif wanted - owners.held_now(state, case.buffer, wanted, least):
+                text = f"the references of pin {pin.id} were not seen on its pages {when} the registration"
+                checks.append(Check("references", rules.MISSING, text, "run it again"))
+    not_taken = _not_taken(case, mine)
+    if not_taken is not None:
+        checks.append(not_taken)
+    gone = (mine & before.moved(after)) - case.may_be_copied(before)
+    if gone:
+        text = f"pinned page {gone} moved, so the pin did not hold it"
+        checks.append(Check("movement", rules.MISSING, text, "run it again"))
+    return checks
+
+
+def _not_taken(case: Case, mine: Spans) -> Check | None:
+    """The pin of a driver or of a user's own code must have raised the references that stand."""
+    for pin in case.held:
+        strange = (pin.spans & mine) - owners.taken(case.buffer, pin)
+        if pin.owner in owners.UNASKED and strange:
+            called = pin.api or pin.owner
+            text = f"the references of page {strange} did not rise when {called} was called"
+            return Check("references", rules.MISSING, text, "let it pin what it is called with")
+    return None
+
+
+def _kernel_allowed(case: Case) -> str:
+    registration = case.registration
+    assert registration.before is not None and registration.after is not None
+    moved = case.unpinnable & registration.before.moved(registration.after)
+    count = case.unpinnable.total
+    later = [pin for pin in case.run.pins.values() if pin.errno is None and pin.seq > registration.seq]
+    if not case.held:
+        when = "before any pin was taken" if later else "while no pin held them"
+        if moved:
+            return f"the kernel moved {_pages(moved.total)} out of unpinnable memory {when}"
+        return f"this kernel pinned {_pages(count)} in place, in unpinnable memory, {when}"
+    if moved:
+        return f"the pages were shared after a fork, so the registration copied {moved.total} of them"
+    return f"this kernel pins {_pages(count)} in place, in unpinnable memory, although a pin is held on them"
+
+
+def _pages(count: int) -> str:
+    return "1 page" if count == 1 else f"{count} pages"
