@@ -150,7 +150,7 @@ copy /usr/local/cuda/version.json /usr/local/cuda/version.txt
 for f in /usr/lib/*/libcuda.so.[0-9]*.* /usr/lib64/libcuda.so.[0-9]*.*; do
     [ -e "$f" ] && echo "$f" >>"$out/commands/libcuda.txt"
 done
-grep -E ' (.*reg_user_mr_dmabuf|ib_umem_dmabuf_get|nvidia_p2p_(get|put)_pages(_persistent)?|nv_mem_get_pages_nc|__gup_longterm_locked|migrate_longterm_unpinnable_(folios|pages)|check_and_migrate_cma_pages|check_and_migrate_movable_(pages|folios)|pin_user_pages_fast)([[:space:]]|$)' \
+grep -E ' (.*reg_user_mr_dmabuf|ib_umem_dmabuf_get|nvidia_p2p_(get|put)_pages(_persistent)?|nv_mem_get_pages_nc|__gup_longterm_locked|migrate_longterm_unpinnable_[a-z]*|check_and_migrate_[a-z_]*|pin_user_pages_fast)(\.[a-z0-9.]*)?([[:space:]]|$)' \
     /proc/kallsyms >"$out/commands/kallsyms.txt" 2>/dev/null
 
 # RDMA.

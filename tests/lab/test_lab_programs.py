@@ -21,6 +21,7 @@ REFUSES, REGISTERS = ("--expect-refusal", "yes"), ("--expect-refusal", "no")
 TRACE = ("guest_trace.py", *REFUSES)
 WATCH = ("guest_watch.py", *REFUSES)
 UPROBES = ("guest_uprobes.py",)
+CPROGRAM = ("guest_cprogram.py",)
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ ROWS = [
     Row(
         "7.3 cma=512M",
         LabOptions("7.3", ("cma=512M",)),
-        (KERNEL, ("guest_audit.py", "cma"), ("guest_core.py", *REFUSES)),
+        (KERNEL, ("guest_audit.py", "cma"), ("guest_core.py", *REFUSES), CPROGRAM),
     ),
     Row(
         "7.3 cma=512M, placement",
@@ -105,7 +106,15 @@ ROWS = [
             ),
             (
                 "6.1",
-                (KERNEL, ("guest_audit.py", "movablecore"), ("guest_core.py", *REFUSES), TRACE, CUDA, WATCH),
+                (
+                    KERNEL,
+                    ("guest_audit.py", "movablecore"),
+                    ("guest_core.py", *REFUSES),
+                    TRACE,
+                    CUDA,
+                    WATCH,
+                    CPROGRAM,
+                ),
             ),
             ("5.10", (KERNEL, ("guest_core.py", *REGISTERS), ("guest_trace.py", *REGISTERS))),
         )

@@ -59,6 +59,57 @@ def pagetypeinfo(*rows: tuple[int, str, int, int]) -> str:
     return text
 
 
+# `uname -r` of kernels that are neither kernel.org's nor Debian's, as vendors ship them.
+VENDOR_RELEASES = (
+    "5.10.0-136.12.0.86.oe2203sp1.x86_64",  # openEuler 22.03 SP1
+    "4.19.90-2112.8.0.0131.oe1.x86_64",  # openEuler 20.03
+    "6.6.0-28.0.0.34.oe2403.aarch64",  # openEuler 24.03
+    "5.10.134-16.2.an8.x86_64",  # Anolis OS 8
+    "4.19.91-26.an8.x86_64",
+    "5.10.134-13.al8.x86_64",  # Alibaba Cloud Linux 3
+    "4.19.91-27.al7.x86_64",
+    "4.19.90-25.10.v2101.ky10.x86_64",  # Kylin V10
+    "4.19.90-52.22.v2207.ky10.aarch64",
+    "5.4.18-85-generic",  # Kylin desktop
+    "5.4.119-19.0009.28",  # TencentOS Server 3
+    "5.4.119-1-tlinux4-0010",
+    "6.6.30-5.tl4.x86_64",  # TencentOS Server 4
+    "3.10.0-1160.119.1.el7.x86_64",  # CentOS 7
+    "4.18.0-553.el8_10.x86_64",  # RHEL 8
+    "4.18.0-305.25.1.el8_4.x86_64",
+    "4.18.0-2.4.3.kwai.x86_64",  # a company's own build of CentOS
+    "5.14.0-427.13.1.el9_4.x86_64",  # RHEL 9
+    "5.14.0-503.11.1.el9_5.aarch64+64k",
+    "6.12.0-55.9.1.el10_0.x86_64",  # RHEL 10
+    "5.3.18-150300.59.164-default",  # SLES 15 SP3
+    "5.14.21-150500.55.73-default",  # SLES 15 SP5
+    "6.4.0-150600.23.25-default",  # SLES 15 SP6
+    "4.12.14-122.222-default",  # SLES 12
+    "5.4.0-190-generic",  # Ubuntu 20.04
+    "5.15.0-122-generic",  # Ubuntu 22.04
+    "5.15.0-1062-nvidia",
+    "6.2.0-1010-nvidia-64k",
+    "6.5.0-45-generic",
+    "6.8.0-45-generic",  # Ubuntu 24.04
+    "6.8.0-1015-azure",
+    "7.0.0-1019-nvidia",
+    "4.14.355-275.570.amzn2.x86_64",  # Amazon Linux 2
+    "5.10.226-214.880.amzn2.x86_64",
+    "6.1.112-124.190.amzn2023.aarch64",
+    "5.4.17-2136.335.4.el8uek.x86_64",  # Oracle UEK 6
+    "5.15.0-301.163.5.2.el9uek.x86_64",  # Oracle UEK 7
+    "5.15.133+",  # Container-Optimized OS
+    "5.10.152-6.ph4",  # Photon OS
+    "6.1.90-flatcar",
+    "6.2.16-20-pve",  # Proxmox
+    "5.10.0-amd64-desktop",  # Deepin, UOS
+    "6.6.9-amd64",  # Kali
+    "6.6.20+rpt-rpi-v8",  # Raspberry Pi OS
+    "4.19.0-amd64-server",
+    "5.15.90.1-microsoft-standard-WSL2",
+)
+
+
 class Node:
     """A captured node, changed step by step; `write` puts it into a folder."""
 

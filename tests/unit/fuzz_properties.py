@@ -26,6 +26,7 @@ from regrepro.explain import formats, text, traces
 from regrepro.explain.explain import Explainer
 from regrepro.explain.report import plain
 from regrepro.explain.scan import Needles, read
+from regrepro.kernel.release import kernel_series, stock_series
 
 HERE = Path(__file__).parent
 CORPUS = [path.read_bytes() for path in sorted((HERE / "corpus").glob("*.log"))]
@@ -110,7 +111,8 @@ def kernel_files(value: str) -> None:
     parse.limits(value)
     parse.status(value)
     parse.choice(value)
-    parse.kernel_release(value)
+    kernel_series(value)
+    stock_series(value, value, value)
     parse.pci_resources(value)
     parse.boot_log(value)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import struct
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import pytest
-from audit_nodes import GIB, LIMITS, PAGE, Node, pagetypeinfo, zone
+from audit_nodes import GIB, LIMITS, PAGE, VENDOR_RELEASES, Node, pagetypeinfo, zone
 from click.testing import CliRunner
 
 from regrepro.audit.audit import audit, exit_code
@@ -120,6 +121,61 @@ def test_each_unknown_condition_makes_it_undecided(tmp_path: Path) -> None:
         assert state(result) == "unknown", (name, reason(result))
         assert exit_code(result) == 125, name
         assert severity(result, "class-b") == "unknown", name
+
+
+def kernel_condition(node: Node, folder: Path) -> dict[str, Any]:
+    exposure = next(one for one in run(node, folder)["exposure"] if one["class"] == "B")
+    return next(one for one in exposure["conditions"] if "kernel refuses" in one["what"])
+
+
+@pytest.mark.parametrize("release", VENDOR_RELEASES)
+def test_a_number_decides_for_no_vendors_kernel(release: str, tmp_path: Path) -> None:
+    """The rule of 5.13, kexec handover and DMA-BUF: a vendor ports newer code back."""
+    banner = f"Linux version {release} (builder@host) (gcc (GCC) 12.3.1) #1 SMP"
+    node = exposed_node().set("proc/sys/kernel/osrelease", f"{release}\n").set("proc/version", banner)
+    node.set("proc/sys/kernel/version", "#1 SMP PREEMPT_DYNAMIC Mon Mar 4 10:11:12 UTC 2024\n")
+    node.without("commands/kallsyms.txt")
+    told = kernel_condition(node, tmp_path / "hidden")
+    assert told["holds"] is None, told
+    # A symbol decides, either way.
+    line = "0000000000000000 t {}\n"
+    new = node.set("commands/kallsyms.txt", line.format("check_and_migrate_movable_pages"))
+    assert kernel_condition(new, tmp_path / "new")["holds"] is True
+    old = node.set("commands/kallsyms.txt", line.format("check_and_migrate_cma_pages.constprop.0"))
+    assert kernel_condition(old, tmp_path / "old")["holds"] is False
+    # Without root nothing excludes kexec handover, and nothing says that there is no DMA-BUF.
+    doubt = Node().driver("535.104.05").without("proc/pagetypeinfo", "commands/kallsyms.txt")
+    doubt.set("proc/sys/kernel/osrelease", release).set("proc/version", banner)
+    result = run(doubt, tmp_path / "kho")
+    assert state(result) == "unknown"
+    assert "kexec handover" in reason(result)
+    assert severity(result, "dmabuf") == "unknown"
+
+
+def test_the_kernels_own_btf_decides_where_symbols_are_hidden(tmp_path: Path) -> None:
+    node = exposed_node().without("commands/kallsyms.txt")
+    node.set("proc/sys/kernel/osrelease", "4.18.0-553.el8_10.x86_64\n")
+    place = node.write(tmp_path / "node")
+    btf = place / "sys/kernel/btf/vmlinux"
+    btf.parent.mkdir(parents=True)
+    head = struct.pack("=HBBI", 0xEB9F, 1, 0, 24) + bytes(16)
+    for names, holds in ((b"\0MR_CONTIG_RANGE\0", None), (b"\0MR_CONTIG_RANGE\0MR_LONGTERM_PIN\0", True)):
+        btf.write_bytes(head + names)
+        with open_place(place) as reader:
+            result = audit(reader)
+        exposure = next(one for one in result["exposure"] if one["class"] == "B")
+        assert exposure["conditions"][-1]["holds"] is holds
+
+
+def test_the_drivers_build_time_test_is_not_answered_by_a_vendors_number(tmp_path: Path) -> None:
+    """4.18 of Enterprise Linux 8 has FOLL_LONGTERM, which came to kernel.org with 5.2."""
+    node = Node().hugetlb_cma(3 * GIB).driver("550.67")
+    node.set("proc/sys/kernel/osrelease", "4.18.0-553.el8_10.x86_64\n")
+    assert state(run(node, tmp_path / "vendor")) == "unknown"
+    node.set("proc/sys/kernel/osrelease", "4.19.0-27-amd64\n")
+    node.set("proc/sys/kernel/version", "#1 SMP Debian 4.19.316-1 (2024-06-25)\n")
+    result = run(node, tmp_path / "debian")
+    assert "needs a kernel that has it" in json.dumps(result["exposure"])
 
 
 def test_arm64_is_exposed_with_every_release(tmp_path: Path) -> None:
@@ -311,7 +367,10 @@ def test_dmabuf_conditions(tmp_path: Path) -> None:
     assert severity(run(Node().driver("535.104.05"), tmp_path / "met"), "dmabuf") == "ok"
     closed = run(Node().driver("535.104.05", open_module=False), tmp_path / "closed")
     assert severity(closed, "dmabuf") == "warning"
-    old = Node().driver("535.104.05").set("proc/sys/kernel/osrelease", "5.10.0-1\n")
+    old = Node().driver("535.104.05").without("commands/kallsyms.txt")
+    old.set("proc/sys/kernel/osrelease", "5.10.0-46-amd64\n")
+    assert severity(run(old, tmp_path / "vendor"), "dmabuf") == "unknown"
+    old.set("proc/sys/kernel/version", "#1 SMP Debian 5.10.257-1 (2026-08-02)\n")
     assert severity(run(old, tmp_path / "old"), "dmabuf") == "warning"
     provider = Node().driver("535.104.05").set("commands/kallsyms.txt", "0 T pin_user_pages_fast\n")
     assert severity(run(provider, tmp_path / "provider"), "dmabuf") == "warning"

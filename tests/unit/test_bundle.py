@@ -15,7 +15,10 @@ import pytest
 import record_builder as build
 from click.testing import CliRunner
 
+import regrepro
 from regrepro import judge
+from regrepro.audit.audit import audit
+from regrepro.audit.reader import LiveReader
 from regrepro.bundle.commands import bundle as command
 from regrepro.bundle.make import check_bundle, make_bundle
 from regrepro.bundle.redact import Redactor
@@ -324,3 +327,173 @@ def test_the_manifest_names_every_file_with_its_sum(tmp_path: Path) -> None:
 def test_no_run_is_said_in_words(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="holds no record"):
         make_bundle(tmp_path)
+
+
+# What stands in a record because the judge reads it: planted words there make another record of it.
+READ_BY_THE_JUDGE = frozenset(
+    {
+        "schema",
+        "event",
+        "scenario",
+        "variant",
+        "kind",
+        "owner",
+        "verb",
+        "errno",
+        "backing",
+        "contract",
+        "outcome",
+        "how",
+    }
+    | {
+        "status",
+        "fn",
+        "pin",
+        "place",
+        "body",
+        "change",
+        "control",
+        "access",
+        "expects",
+        "tracepoint",
+        "reason",
+    }
+    | {
+        "mode",
+        "version",
+        "api",
+        "placed",
+        "stand_in",
+        "stand_ins",
+        "declared",
+        "name",
+        "replaces",
+        "selfcheck",
+    }
+)
+FORMS = (
+    "{}.corp.example",
+    "/srv/{}/data",
+    "quiet rd.iscsi.password={} ro",
+    "{}",
+    "it failed for {}: see there",
+    "user@{}.example",
+)
+
+
+class Planter:
+    """Puts a secret of its own into each string and under an unknown key of each object."""
+
+    def __init__(self, spared: frozenset[str] = frozenset()) -> None:
+        self.spared = spared
+        self.secrets: list[str] = []
+
+    def secret(self) -> str:
+        self.secrets.append(f"zq{len(self.secrets):05d}xv")
+        return FORMS[len(self.secrets) % len(FORMS)].format(self.secrets[-1])
+
+    def plant(self, value: Any, key: str = "") -> Any:
+        if key in self.spared:
+            return value
+        if isinstance(value, dict):
+            planted = {name: self.plant(item, name) for name, item in value.items()}
+            return planted | {"unknown_key": {"deeper": [self.secret()]}, self.secret(): 1}
+        if isinstance(value, list):
+            return [self.plant(item, key) for item in value]
+        return self.secret() if isinstance(value, str) else value
+
+    def left(self, files: dict[str, bytes]) -> dict[str, list[str]]:
+        return {secret: found(secret, files) for secret in self.secrets if found(secret, files)}
+
+
+def keys_of(schema: Any) -> set[str]:
+    """Every property that a JSON Schema names, at any depth."""
+    if isinstance(schema, list):
+        return set().union(*(keys_of(item) for item in schema))
+    if not isinstance(schema, dict):
+        return set()
+    own = set(schema["properties"]) if isinstance(schema.get("properties"), dict) else set()
+    return own.union(*(keys_of(item) for item in schema.values()))
+
+
+@pytest.mark.parametrize("name", ["record-1", "audit-1", "explain-1", "comparison-1", "verdicts-1"])
+def test_a_secret_under_any_key_is_replaced(name: str) -> None:
+    """Key by key, alone, in a list, within another object, and as a fact of the audit with this name."""
+    schema = json.loads((Path(regrepro.__file__).parent / f"schema/{name}.json").read_text())
+    keys = sorted(keys_of(schema) | {"MASTER_ADDR", "boot-arguments", "hostname", "an unknown key"})
+    assert len(keys) > 10
+    for key in keys:
+        for form in FORMS:
+            secret = form.format("zq00000xv")
+            for value in ({key: secret}, {key: [secret, {key: secret}]}, {"name": key, "value": secret}):
+                redactor = Redactor()
+                redactor.learn_json(value)
+                assert "zq00000xv" not in json.dumps(redactor.json(value, "x")), (key, form)
+
+
+def test_nothing_that_is_planted_anywhere_is_in_the_archive(tmp_path: Path) -> None:
+    """The record, an audit of its own (with all kinds of facts), attached JSON, and lab's boot arguments."""
+    planter = Planter(READ_BY_THE_JUDGE)
+    record = build.reproduced_record()
+    record.header["lab"] = {"kernel": "7.3", "kernel_image": "/boot/x", "boot": ["cma=512M"], "memory": 1}
+    record.header["run"]["boot"] = ["cma=512M", planter.secret()]
+    lines = [planter.plant(line) for line in (record.header, *record.events)]
+    (tmp_path / "record.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    before = judge.judge_record(read_record(tmp_path))
+    everything = Planter()
+    everything.secrets = planter.secrets
+    audited = audit(LiveReader(), runs=[])
+    (tmp_path / "audit.json").write_text(json.dumps(everything.plant(audited)))
+    for name in ("explain.json", "comparison.json"):
+        (tmp_path / name).write_text(
+            json.dumps(everything.plant({"groups": [{"lines": ["x"]}], "text": "x"}))
+        )
+    assert len(planter.secrets) > 500
+    bundle = make_bundle(tmp_path)
+    assert planter.left(unpacked(bundle.archive())) == {}
+    after = json.loads(bundle.files["verdicts.json"])
+    assert [item["verdict"] for item in after["verdicts"]] == ["reproduced"]
+    for key in ("verdict", "pin_owner", "basis", "errno", "layer"):
+        assert [item[key] for item in after["verdicts"]] == [item[key] for item in before["verdicts"]]
+    # The search itself finds them where they are kept.
+    kept = unpacked(make_bundle(tmp_path, redact=False).archive())
+    assert len(planter.left(kept)) == len(planter.secrets)
+
+
+def test_an_audit_given_by_hand_is_redacted_and_keeps_what_matters(tmp_path: Path) -> None:
+    run = secret_run(tmp_path / "run")
+    cmdline = "BOOT_IMAGE=/vmlinuz cma=512M rd.iscsi.password=hunter2 systemd.hostname=fairlead-0417 ro"
+    facts = [
+        {"group": "system", "name": "hostname", "value": "berth-0001.corp.example", "how": "observed",
+         "source": "/proc/sys/kernel/hostname", "why": ""},
+        {"group": "system", "name": "boot-arguments", "value": cmdline, "how": "observed",
+         "source": "/proc/cmdline", "why": ""},
+        {"group": "system", "name": "kernel", "value": "5.14.0-427.13.1.el9_4.x86_64", "how": "observed",
+         "source": "/proc/sys/kernel/osrelease", "why": ""},
+        {"group": "limits", "name": "processes", "value": [{"pid": 1, "comm": "orca-trainer"}],
+         "how": "observed", "source": "/proc/*/limits", "why": "on berth-0002.corp.example"},
+    ]  # fmt: skip
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps({"schema": "regrepro.audit/1", "facts": facts}))
+    bundle = make_bundle(run, audit_file=file)
+    said = bundle.files["audit.json"].decode()
+    for private in ("berth", "corp", "hunter2", "password=", "fairlead", "orca", "BOOT_IMAGE"):
+        assert private not in said, private
+    for kept in ("cma=512M", "5.14.0-427.13.1.el9_4.x86_64", "/proc/sys/kernel/hostname", "regrepro.audit/1"):
+        assert kept in said, kept
+
+
+def test_a_hosts_domain_goes_with_it_and_so_do_programs_in_logs() -> None:
+    log = (
+        "Oct  3 10:00:00 gpu17 kernel: x\nfrom gpu17.corp.example and gpu18.lab.corp.example\n"
+        "Hostname: a.corp.example\n"
+        "CPU: 3 PID: 4711 Comm: orcatrain Not tainted\nKilled process 4711 (orcatrain) total-vm:1kB\n"
+        "oom-kill:constraint=CONSTRAINT_NONE,task=orcatrain,pid=4711,uid=1000\norcatrain invoked oom-killer\n"
+        "Comm: python3 Not tainted\n"
+    )
+    redactor = Redactor()
+    redactor.learn_text(log)
+    clean = redactor.text(log, "x")
+    for private in ("gpu17", "gpu18", "corp", "example", "orcatrain"):
+        assert private not in clean, clean
+    assert "Comm: python3 " in clean

@@ -134,12 +134,12 @@ class Contract:
 
 
 def contract_of(
-    host_pin: str | None, arch: str | None, kernel: tuple[int, int] | None
+    host_pin: str | None, arch: str | None, kernel: tuple[int, int] | None, *, stock: bool = True
 ) -> tuple[str | None, str]:
     """Turn a release's property into the contract on one architecture and kernel: (contract, remark).
 
     `kernel` decides the two build-time conditions; where it is not known the answer is for a kernel
-    since 5.6.
+    since 5.6. `stock` False: a vendor's kernel, which has what its number says, and perhaps more.
     """
     since = load()["kernel"]
     has_longterm = kernel is None or kernel >= tuple(since["foll_longterm_since"])
@@ -156,15 +156,19 @@ def contract_of(
         return None, "FOLL_LONGTERM on x86 only, and the architecture is not known"
     if arch not in X86:
         return plain, f"FOLL_LONGTERM on x86 only, and this is {arch}{remark}"
+    if not has_longterm and not stock:
+        return None, "FOLL_LONGTERM on x86 if the kernel has it at build time, and its number does not tell"
     if not has_longterm:
         return plain, "FOLL_LONGTERM needs a kernel that has it (5.2) at build time"
     return "longterm", f"FOLL_LONGTERM on x86{remark}"
 
 
-def contract(version: str, arch: str | None, kernel: tuple[int, int] | None) -> Contract:
+def contract(
+    version: str, arch: str | None, kernel: tuple[int, int] | None, *, stock: bool = True
+) -> Contract:
     """Return what a release asks for on this architecture and kernel, by the catalogue."""
     found = look_up(version, "host_pin")
-    decided, remark = contract_of(found.value, arch, kernel)
+    decided, remark = contract_of(found.value, arch, kernel, stock=stock)
     why = found.why + (f"; {remark}" if remark else "")
     how = found.how if decided is not None else UNKNOWN
     return Contract(decided, how, "driver catalogue", why)

@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from regrepro.audit import driversource, parse
+from regrepro.audit import driversource
 from regrepro.audit.catalogue import OBSERVED, UNKNOWN, Contract, Property, contract, load, look_up
+from regrepro.audit.findings import stock_of
 from regrepro.audit.places import run_reader
 from regrepro.audit.reader import Reader
 from regrepro.audit.sheet import Sheet
 from regrepro.errors import RegreproError
+from regrepro.kernel.release import kernel_series
 
 MAX_RUNS = 50
 
@@ -80,7 +82,7 @@ def resolve(
     Raises UsageError for a version or a source that cannot be read.
     """
     arch = arch or sheet.value("system", "arch")
-    kernel = parse.kernel_release(sheet.value("system", "kernel", ""))
+    kernel = kernel_series(sheet.value("system", "kernel", ""))
     has_longterm = _kernel_longterm(reader, sheet, headers, kernel)
     if source is not None:
         tree = driversource.read_driver_source(source)
@@ -106,7 +108,7 @@ def resolve(
                     driver.contracts.append(own)
     if driver.version is not None:
         try:
-            looked_up = contract(driver.version, arch, kernel)
+            looked_up = contract(driver.version, arch, kernel, stock=stock_of(sheet) is not None)
             if driver.peermem is None:
                 driver.peermem = look_up(driver.version, "peermem")
         except RegreproError:
@@ -131,6 +133,8 @@ def _kernel_longterm(
     if kernel is None:
         return None, "the kernel is not known"
     since = tuple(load()["kernel"]["foll_longterm_since"])
+    if kernel < since and stock_of(sheet) is None:
+        return None, f"{release} is no kernel whose number decides: give --kernel-headers"
     return kernel >= since, f"Linux {kernel[0]}.{kernel[1]} by its release (FOLL_LONGTERM since 5.2)"
 
 

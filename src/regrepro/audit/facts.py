@@ -12,6 +12,7 @@ from typing import Any
 from regrepro.audit import parse
 from regrepro.audit.reader import Reader, Text
 from regrepro.audit.sheet import INFERRED, Sheet
+from regrepro.kernel.trace_flags import has_btf
 
 DRIVER_VERSION = re.compile(r"\d{3,4}\.\d{1,3}(?:\.\d{1,3})?")
 NVIDIA_VENDOR = "0x10de"
@@ -71,6 +72,8 @@ def system(reader: Reader, sheet: Sheet) -> None:
     _state(sheet, "system", "kernel", release, release.value)
     version = reader.read("proc/sys/kernel/version")
     _state(sheet, "system", "kernel-version", version, version.value)
+    banner = reader.read("proc/version")
+    _state(sheet, "system", "kernel-banner", banner, banner.value)
     arch, source, how = _architecture(reader, uname, release.value)
     sheet.add("system", "arch", arch, source, how=how, why="neither uname nor /proc/cpuinfo was captured")
     cmdline = reader.read("proc/cmdline")
@@ -463,6 +466,7 @@ def nvidia(reader: Reader, sheet: Sheet) -> None:
     )
     driver(reader, sheet, names if modules_text.text is not None else None)
     symbols(reader, sheet)
+    btf(reader, sheet)
     peermem(reader, sheet, names)
     smi_text = reader.command("nvidia-smi")
     smi = parse.smi(smi_text.text or "")
@@ -585,6 +589,16 @@ def symbols(reader: Reader, sheet: Sheet) -> None:
         return
     found = sorted({f"{name} [{module}]" if module else name for name, module in _SYMBOL.findall(text.text)})
     sheet.add("system", "symbols", found, text.source)
+
+
+def btf(reader: Reader, sheet: Sheet) -> None:
+    """Whether BTF has the reason of a migration for a long-term pin; a name in it stands between zeros."""
+    blob, why = reader.content("sys/kernel/btf/vmlinux")
+    source = "/sys/kernel/btf/vmlinux" if reader.live else "sys/kernel/btf/vmlinux"
+    if blob is not None and has_btf(blob):
+        sheet.add("system", "migrates-for-pins", b"\0MR_LONGTERM_PIN\0" in blob, source)
+    else:
+        sheet.add("system", "migrates-for-pins", None, source, why=why or "it is no BTF")
 
 
 def peermem(reader: Reader, sheet: Sheet, modules: list[str]) -> None:

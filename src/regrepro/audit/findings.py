@@ -14,6 +14,7 @@ from typing import Any
 from regrepro.audit import parse
 from regrepro.audit.catalogue import Contract, Property
 from regrepro.audit.sheet import Sheet
+from regrepro.kernel.release import stock_series
 
 EXPOSED = "exposed"
 NOT_EXPOSED = "not-exposed"
@@ -194,35 +195,46 @@ def _without_kho(sheet: Sheet) -> str:
     arguments = parse.boot_arguments(sheet.value("system", "boot-arguments", ""))
     if arguments.get("kho", [""])[-1].lower() in ("off", "0", "n", "no", "false"):
         return f"kexec handover is off (kho={arguments['kho'][-1]})"
-    release = parse.kernel_release(sheet.value("system", "kernel", ""))
-    if release is not None and release < KHO_SINCE:
-        return f"Linux {release[0]}.{release[1]} has no kexec handover"
+    stock = stock_of(sheet)
+    if stock is not None and stock < KHO_SINCE:
+        return f"Linux {stock[0]}.{stock[1]} has no kexec handover"
     return ""
 
 
+def stock_of(sheet: Sheet) -> tuple[int, int] | None:
+    """Return the series of a kernel.org or Debian kernel, None where a number decides nothing."""
+    names = ("kernel", "kernel-version", "kernel-banner")
+    return stock_series(*(str(sheet.value("system", name, "")) for name in names))
+
+
 def refuses(sheet: Sheet) -> Condition:
-    """Decide whether this kernel refuses a long-term pin of a page that cannot move."""
+    """Decide whether this kernel refuses a long-term pin of a page that cannot move.
+
+    The kernel's own functions decide, then the reason of its migrations: MR_LONGTERM_PIN (enum
+    migrate_reason) came with the patch that brought check_and_migrate_movable_pages() (d1e153fea2a8, 5.13),
+    after the one that made a failed migration an error (f0f4463837da). A number decides only where it names
+    a source that is known: a vendor's 4.18 may refuse, and only the kernel itself can say so.
+    """
     what = "the kernel refuses a long-term pin where the page cannot move"
     symbols = sheet.value("system", "symbols") or []
     for symbol in symbols:
         if symbol.startswith(("migrate_longterm_unpinnable_", "check_and_migrate_movable_")):
             return Condition(what, True, f"the kernel has {symbol}()")
-    name = sheet.value("system", "kernel", "")
-    release = parse.kernel_release(name)
-    if release is None:
-        return Condition(what, None, "the kernel's release is not known")
-    if release >= LONGTERM_REFUSES_SINCE:
-        return Condition(what, True, f"Linux {release[0]}.{release[1]} does so (since 5.13)")
+    if sheet.value("system", "migrates-for-pins") is True:
+        return Condition(what, True, "the kernel migrates pages for long-term pins (MR_LONGTERM_PIN in BTF)")
     if any(symbol.startswith("check_and_migrate_cma_pages") for symbol in symbols):
         return Condition(
             what, False, "the kernel pins in place where migration fails (check_and_migrate_cma_pages)"
         )
-    if any(mark in name for mark in (".el", "-default", ".amzn", "uek")):
-        return Condition(
-            what, None, f"{name} is older than 5.13 by name, and its vendor ports newer code back"
-        )
+    stock = stock_of(sheet)
+    if stock is None:
+        name = sheet.value("system", "kernel")
+        why = f"{name} is no kernel whose number decides" if name else "the kernel's release is not known"
+        return Condition(what, None, f"{why}, and no symbol or BTF of it says so")
+    if stock >= LONGTERM_REFUSES_SINCE:
+        return Condition(what, True, f"Linux {stock[0]}.{stock[1]} does so (since 5.13)")
     return Condition(
-        what, False, f"Linux {release[0]}.{release[1]} pins in place where migration fails (before 5.13)"
+        what, False, f"Linux {stock[0]}.{stock[1]} pins in place where migration fails (before 5.13)"
     )
 
 
@@ -887,15 +899,8 @@ def dmabuf_conditions(sheet: Sheet, driver: str | None) -> list[Condition]:
             f"driver {driver}" if driver else "the driver's version is not known",
         )
     )
-    release = parse.kernel_release(sheet.value("system", "kernel", ""))
-    conditions.append(
-        Condition(
-            "the kernel is Linux 5.12 or later",
-            None if release is None else release >= DMABUF_SINCE,
-            f"kernel {sheet.value('system', 'kernel')}" if release else "the kernel's release is not known",
-        )
-    )
     symbols = sheet.value("system", "symbols")
+    conditions.append(_kernel_dmabuf(sheet, symbols or []))
     drivers = {device["driver"] for device in sheet.value("rdma", "devices") or [] if device["driver"]}
     if symbols is None or not drivers:
         provider = Condition(
@@ -922,6 +927,18 @@ def dmabuf_conditions(sheet: Sheet, driver: str | None) -> list[Condition]:
             else f"{', '.join(sorted(drivers))} has no reg_user_mr_dmabuf()",
         )
     return [*conditions, provider]
+
+
+def _kernel_dmabuf(sheet: Sheet, symbols: list[str]) -> Condition:
+    """Whether ib_uverbs registers DMA-BUF: drivers/infiniband/core/umem_dmabuf.c, since 5.12."""
+    what = "the kernel registers DMA-BUF for RDMA (Linux 5.12)"
+    has = next((symbol for symbol in symbols if "dmabuf" in symbol), None)
+    if has is not None:
+        return Condition(what, True, f"the kernel has {has}")
+    stock, name = stock_of(sheet), sheet.value("system", "kernel")
+    if stock is None:
+        return Condition(what, None, f"no symbol of kernel {name or '(not known)'} says so")
+    return Condition(what, stock >= DMABUF_SINCE, f"kernel {name}")
 
 
 def _dmabuf(sheet: Sheet, driver: str | None) -> Finding:

@@ -145,12 +145,6 @@ def choice(text: str) -> str | None:
     return match[1] if match else None
 
 
-def kernel_release(release: str) -> tuple[int, int] | None:
-    """Return (major, minor) of a release such as `6.12.118+deb13-amd64`."""
-    match = re.match(r"(\d{1,3})\.(\d{1,4})", release.strip())
-    return (int(match[1]), int(match[2])) if match else None
-
-
 def pci_capabilities(config: bytes) -> dict[str, int]:
     """Return from PCI configuration space: `relaxed_ordering` (0 or 1, PCI Express Device Control bit 4).
 

@@ -10,12 +10,21 @@ listing says so.
 
 from __future__ import annotations
 
+import calendar
+import errno
 import ipaddress
+import os
 import re
+import signal
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
+from importlib import resources
+from pathlib import Path
 from typing import Any
+
+from regrepro.scenario import shipped_files
 
 KINDS = (
     "host",
@@ -33,6 +42,7 @@ KINDS = (
     "cgroup",
     "container",
     "value",
+    "word",
 )
 
 # Names that say nothing of anybody, and words that a record is full of: never replaced as words.
@@ -88,7 +98,7 @@ _BOOT = re.compile(
     r"default_hugepagesz|hugetlb_free_vmemmap|transparent_hugepage|memhp_default_state|memory_hotplug\.[a-z_]+|"
     r"mem|memmap|numa|numa_balancing|iommu|intel_iommu|amd_iommu|iommu\.[a-z_]+|pci|mitigations|nokaslr|"
     r"page_owner|page_poison|init_on_alloc|init_on_free|lockdown|lsm|crashkernel|quiet|splash|ro|rw|console|"
-    r"loglevel|panic|nopti|cgroup_disable|systemd\.[a-z_]+|maxcpus|nr_cpus|isolcpus|nohz_full|preempt|"
+    r"loglevel|panic|nopti|cgroup_disable|systemd\.(?:unit|show_status|unified_cgroup_hierarchy)|maxcpus|nr_cpus|isolcpus|nohz_full|preempt|"
     r"debug_pagealloc|regrepro\.lab)"
     r"(?:=[A-Za-z0-9,.:;%@/+-]*)?"
 )
@@ -128,6 +138,13 @@ _USER = (
         r"[\"',]*[ \t]*$"
     ),
 )
+# A program in the kernel's own words: lib/dump_stack.c, mm/oom_kill.c.
+_PROGRAMS = (
+    re.compile(r"\bComm: (\S+)"),
+    re.compile(r"\btask=([^\s,]+),pid="),
+    re.compile(r"\bKilled process \d+ \(([^)\n]+)\)"),
+    re.compile(r"(?m)(\S+) invoked oom-killer"),
+)
 _COMMANDS = (
     re.compile(r"(?m)((?:[Kk]ernel )?[Cc]ommand line: )(\S.*)$"),
     re.compile(r"(?m)^([ \t]*)(BOOT_IMAGE=\S.*)$"),
@@ -135,56 +152,31 @@ _COMMANDS = (
     re.compile(r"(?m)^(\|\s+\d+\s+\S+\s+\S+\s+\d+\s+[CGM+]+\s+)(\S.*?)(?=\s+\d+MiB \|)"),
 )
 
-# Words of the record's own: the judge reads them, and no private detail can stand there.
-PROTECTED = frozenset(
-    [
-        "schema",
-        "version",
-        "started",
-        "event",
-        "scenario",
-        "variant",
-        "control",
-        "kind",
-        "owner",
-        "api",
-        "verb",
-        "errno",
-        "backing",
-        "contract",
-        "change",
-        "body",
-        "outcome",
-        "how",
-        "placed",
-        "status",
-        "tracepoint",
-        "access",
-        "opcode",
-        "arch",
-        "kernel",
-        "kernel_version",
-        "zone",
-        "reason",
-        "fn",
-        "mode",
-        "need",
-        "name",
-        "flags",
-        "lockdown",
-        "profile",
-        "cuda",
-        "trace",
-        "place",
-        "expect",
-    ]
-)
 _HOST_KEYS = frozenset({"hostname", "nodename", "node_desc"})
-_COMMAND_KEYS = frozenset({"cmdline", "command_line", "argv", "boot-arguments"})
+_COMMAND_KEYS = frozenset({"cmdline", "command_line", "argv", "boot-arguments", "boot"})
 _PATH_KEYS = frozenset({"file", "kernel_image", "out"})
 _MAPPING_KEYS = frozenset(
     {"vma", "mappings", "copies", "copy"}
 )  # lines of /proc/PID/maps; files that are mapped
+
+# Where names of the kernel's functions and modules stand; they are kept wherever else they stand, too.
+_SYMBOL_KEYS = frozenset(
+    {"fn", "caller", "stack", "functions", "missing", "probed", "probed_failures", "by_kprobe", "modules",
+     "symbols", "deepest"}
+)  # fmt: skip
+_SYMBOL = re.compile(r"_*[a-z][a-z0-9]*(?:_[a-z0-9]+)+(?:\.(?:isra|constprop|part|cold|llvm)(?:\.\d+)?)*")
+_KERNEL = re.compile(r"\d+\.\d+[\w.+~-]*")  # uname -r
+_TIME = re.compile(r"\d{4}-\d\d-\d\d(?:T[\d:.]+(?:Z|[+-][\d:]+)?)?")
+_WORD = re.compile(r"\w+")
+# What is no name of anybody's: numbers and sizes, addresses, flags and errors by their prefix, RDMA devices
+# by their driver's or udev's rule, chips.
+_HARMLESS = re.compile(
+    r"\w{1,2}|\d+|\d+(?:[KMGTkmgt]?i?[Bb]?|[KMGT]|ms|us|ns|[smhx]|th|st|nd|rd)|0x[0-9a-f]+|(?=\D*\d)[0-9a-f]{1,16}|"
+    r"(?:FOLL|GFP|__GFP|MIGRATE|MR|CAP|CONFIG|CUDA|CU|NV|NVRM|IBV|IB|VM|PG|NCCL|RDMA)_[A-Z0-9_]+|cu(?:da)?[A-Z]\w{1,60}|"
+    r"(?:mlx[45]|rxe|siw|bnxt_re|efa|irdma|hfi1|qedr|hns|erdma|mana)_?\d*|(?:roce|ib)[opsx][0-9a-fopsvdnx]*|"
+    r"(?:A|B|H|L|P|T|V|GA|GB|GH|GTX|RTX|MT|CX)\d{1,4}[A-Z]?|v\d+"
+)
+_ASSIGNED = re.compile(r"(?<![\w.-])([\w.-]+)=([^\s,;\"')\]]+)")
 
 # Of a process that `watch` followed (docs/record.md). Names of programs that many have are not private.
 _PROGRAM = re.compile(
@@ -217,6 +209,7 @@ class Redactor:
     _known: dict[tuple[str, str], str] = field(default_factory=dict)
     _numbers: Counter[str] = field(default_factory=Counter)
     _words: dict[str, str] = field(default_factory=dict)
+    _symbols: set[str] = field(default_factory=set)
     _pattern: re.Pattern[str] | None = None
     _file: str = ""
 
@@ -230,6 +223,10 @@ class Redactor:
         for pattern in _USER:
             for found in pattern.finditer(text):
                 self._learn("user", found[1])
+        for pattern in _PROGRAMS:
+            for found in pattern.finditer(text):
+                if not _PROGRAM.fullmatch(found[1]):
+                    self._learn("program", found[1])
         for pattern in (_SERIAL, _PCI_SERIAL):
             for found in pattern.finditer(text):
                 if any(char.isdigit() for char in found[1]):
@@ -239,24 +236,32 @@ class Redactor:
         """Note the names in a JSON value: those under a key that is a label, and those within its texts."""
         if isinstance(value, Mapping):
             for name, item in value.items():
-                self.learn_json(item, str(name))
+                if key in _SYMBOL_KEYS and _SYMBOL.fullmatch(str(name)):
+                    self._symbols.add(str(name))
+                self.learn_json(item, _label(value, str(name)))
         elif isinstance(value, list):
             for item in value:
                 self.learn_json(item, key)
         elif isinstance(value, str):
+            if key in _SYMBOL_KEYS:
+                self._symbols.update(
+                    word for word in re.split(r"[\s+\[\]]+", value) if _SYMBOL.fullmatch(word)
+                )
             if key in _HOST_KEYS or (key == "MASTER_ADDR" and value.strip("[]") not in ("127.0.0.1", "::1")):
                 self._learn_host(value)
             elif key == "SLURM_JOB_NAME" and not _PROGRAM.fullmatch(value):
                 self._learn("job", value)
-            elif key not in PROTECTED:
+            else:
                 self.learn_text(f"{key}: {value}")
 
     def _learn_host(self, name: str) -> None:
         name = name.strip(".")
         self._learn("host", name)
-        short = name.partition(".")[0]
-        if short != name and not short.isdigit():
+        short, _, domain = name.partition(".")
+        if domain and not short.isdigit():
             self._learn("host", short)
+        if "." in domain and not domain.replace(".", "").isdigit():
+            self._learn("host", domain)
 
     def _learn(self, kind: str, name: str) -> None:
         name = name.rstrip(".,;")
@@ -278,7 +283,11 @@ class Redactor:
         return self._all(text)
 
     def json(self, value: Any, file: str) -> Any:
-        """Return a JSON value without private details; keys and the record's own words stay."""
+        """Return a JSON value without private details, of keys that nobody knows as of all others.
+
+        Of its texts only words of regrepro's own stay, those of the kernel, and numbers: whatever else there
+        is somebody's.
+        """
         if not self.enabled:
             return value
         self._file = file
@@ -290,22 +299,51 @@ class Redactor:
                 return self._watched(value)
             if key == "not_followed":  # copies of libibverbs by their paths
                 return {self._all(self._mapped(name)): self._all(str(item)) for name, item in value.items()}
-            return {name: self._value(item, str(name)) for name, item in value.items()}
+            return {
+                self._own_words(self._all(str(name))): self._value(item, _label(value, str(name)))
+                for name, item in value.items()
+            }
         if isinstance(value, list):
             return [self._value(item, key) for item in value]
-        if not isinstance(value, str) or key in PROTECTED:
+        if not isinstance(value, str):
             return value
+        if key in ("kernel", "release") and _KERNEL.fullmatch(value):
+            return self._names(value)
         if key in _HOST_KEYS and value and not value.startswith("("):
             return self._put("host", value)
         if key in _COMMAND_KEYS:
-            return self._command(value)
+            return self._own_words(self._command(value))
         if key in _PATH_KEYS and "/" in value:
-            return self._path(value)
+            return self._own_words(self._path(value))
         if key in _MAPPING_KEYS:
-            return self._all(self._mapped(value))
+            return self._own_words(self._all(self._mapped(value)))
         if key == "comm":
             return self._program(value)
-        return self._all(value)
+        return self._own_words(self._assignments(self._all(value)))
+
+    def _own_words(self, text: str) -> str:
+        """Replace each word that is neither regrepro's nor the kernel's, a number nor a placeholder."""
+        if _TIME.fullmatch(text):
+            return text
+        own = vocabulary()
+
+        def one(found: re.Match[str]) -> str:
+            word = found[0]
+            if word.lower() in own or word in KINDS or word in self._symbols or _HARMLESS.fullmatch(word):
+                return word
+            return self._put("word", word)
+
+        return _WORD.sub(one, text)
+
+    def _assignments(self, text: str) -> str:
+        """Of `name=value` only what a boot argument that matters, or a number, says stays."""
+
+        def one(found: re.Match[str]) -> str:
+            if _BOOT.fullmatch(found[0]) or found[1] in vocabulary() or re.fullmatch(r"[\d.x]+", found[2]):
+                return found[0]
+            return f"{found[1]}={self._put('value', found[2])}"
+
+        return _ASSIGNED.sub(one, text)
 
     def _watched(self, facts: dict[str, Any]) -> dict[str, Any]:
         """A process of somebody's: what it was for is nobody's business, what it was allowed stays."""
@@ -372,9 +410,20 @@ class Redactor:
             return text
         if self._pattern is None:
             longest_first = sorted(self._words, key=lambda word: (-len(word), word))
-            words = "|".join(re.escape(word) for word in longest_first)
-            self._pattern = re.compile(rf"(?i)(?<![A-Za-z0-9])(?:{words})(?![A-Za-z0-9])")
-        return self._pattern.sub(lambda found: self._put(self._words[found[0].lower()], found[0]), text)
+            words = "|".join(
+                (r"(?:[a-z0-9-]+\.)*" if "." in word and self._words[word] == "host" else "")
+                + re.escape(word)
+                for word in longest_first
+            )
+            self._pattern = re.compile(
+                rf"(?i)(?<![A-Za-z0-9])((?:{words}))(?![A-Za-z0-9])((?:\.[a-z][a-z0-9-]*)*)"
+            )
+        return self._pattern.sub(self._name, text)
+
+    def _name(self, found: re.Match[str]) -> str:
+        """A name, of a host with all of its domain."""
+        kind = self._words.get(found[1].lower(), "host")
+        return self._put(kind, found[0]) if kind == "host" else self._put(kind, found[1]) + found[2]
 
     def _address(self, found: re.Match[str]) -> str:
         try:
@@ -408,14 +457,15 @@ class Redactor:
         kept: list[str] = []
         hidden: list[str] = []
         for word in line.split():
-            (kept if _BOOT.fullmatch(word) else hidden).append(word)
+            private = _BOOT.fullmatch(word) is None or self._own_words(word) != word
+            (hidden if private else kept).append(word)
         if hidden:
             kept.append(f"[{self._put('command', ' '.join(hidden))}: {len(hidden)} words]")
         return " ".join(kept)
 
     def _put(self, kind: str, original: str) -> str:
         """Return the placeholder of an original: the same for the same, in every file."""
-        key = (kind, original.lower())
+        key = (kind, original if kind == "word" else original.lower())
         if key not in self._known:
             self._numbers[kind] += 1
             self._known[key] = f"{kind}-{self._numbers[kind]}"
@@ -440,6 +490,34 @@ class Redactor:
         """Yield placeholder and original: for the eyes of whoever makes the bundle, never for a file."""
         for kind, placeholder in sorted(self.replaced, key=_order):
             yield placeholder, self.replaced[kind, placeholder]
+
+
+def _label(facts: Mapping[str, Any], name: str) -> str:
+    """The label of an entry: its key; of a fact of the audit, whose value stands under `value`, its name."""
+    fact = facts.get("name")
+    return fact if name == "value" and isinstance(fact, str) else name
+
+
+@cache
+def vocabulary() -> frozenset[str]:
+    """Every word, in small letters, that stands in regrepro's own sources, schemas and shipped scenarios.
+
+    Whatever the program itself says is made of these, so that a word beside them came from the node.
+    """
+    package = Path(str(resources.files("regrepro")))
+    files = [file for kind in ("*.py", "*.json", "*.in") for file in package.rglob(kind)]
+    words = {"debian", "dynamic", *calendar.month_abbr, *calendar.day_abbr, *errno.errorcode.values()}
+    for text in (
+        *(file.read_text(encoding="utf-8") for file in (*files, *shipped_files())),
+        *_system_texts(),
+    ):
+        words.update(_WORD.findall(text))
+    return frozenset(word.lower() for word in words)
+
+
+def _system_texts() -> Iterator[str]:
+    yield from (os.strerror(number) for number in errno.errorcode)
+    yield from (str(one) for one in signal.valid_signals())
 
 
 def _order(key: tuple[str, str]) -> tuple[int, int]:

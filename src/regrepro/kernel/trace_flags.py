@@ -1,16 +1,18 @@
 """The FOLL_* flags of get_user_pages() and pin_user_pages(), named for the running kernel.
 
 The values were renumbered in 6.3. The kernel's own BTF answers where it has them (its two anonymous enums);
-elsewhere a table by version does.
+elsewhere a table does, chosen by what BTF has, or by version for a kernel of kernel.org or Debian.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import struct
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from regrepro.kernel.release import kernel_series, stock_series
 
 BTF_PATH = Path("/sys/kernel/btf/vmlinux")
 
@@ -82,12 +84,6 @@ class FlagNames:
         return list(self._decoded[bits])
 
 
-def kernel_series(release: str) -> tuple[int, int] | None:
-    """Return (major, minor) of a `uname -r`, None where it has no such form."""
-    found = re.match(r"(\d+)\.(\d+)", release)
-    return (int(found[1]), int(found[2])) if found else None
-
-
 def from_version(release: str) -> FlagNames:
     """Return the names by the kernel's version; without any for versions before FOLL_PIN (5.6) or unknown."""
     series = kernel_series(release)
@@ -108,7 +104,7 @@ def from_btf(blob: bytes) -> FlagNames | None:
     The enums are anonymous, so they are found by their first member: its name's offset and value, as BTF
     stores an enum member (Documentation/bpf/btf.rst, BTF_KIND_ENUM), and then member by member.
     """
-    if len(blob) < 24 or struct.unpack_from("=H", blob)[0] != 0xEB9F:
+    if not has_btf(blob):
         return None
     header_length, type_off, type_len, str_off, str_len = struct.unpack_from("=IIIII", blob, 4)
     types, strings = header_length + type_off, header_length + str_off
@@ -141,11 +137,35 @@ def _members(blob: bytes, at: int, end: int, strings: int) -> dict[str, int]:
 
 def of_running_kernel() -> FlagNames:
     """Return the running kernel's flags: public ones from BTF, what BTF lacks from the table."""
-    table = from_version(os.uname().release)
     try:
-        known = from_btf(BTF_PATH.read_bytes())
+        blob = BTF_PATH.read_bytes()
     except OSError:
-        known = None
+        blob = b""
+    uname = os.uname()
+    return of_kernel(blob, uname.release, stock_series(uname.release, uname.version, _banner()) is not None)
+
+
+def _banner() -> str:
+    with suppress(OSError):
+        return Path("/proc/version").read_text(encoding="utf-8", errors="replace")
+    return ""
+
+
+def of_kernel(blob: bytes, release: str, stock: bool) -> FlagNames:
+    """Return the flags of a kernel by its BTF ("" for none), and by its version where that decides (`stock`).
+
+    The enums came with the values of 6.3, so that BTF tells of any vendor's kernel which values it has: with
+    the enums those of 6.3, without them the macros of 5.6 to 6.2, one value in all of them but 0x80.
+    """
+    known = from_btf(blob)
+    if stock:
+        table = from_version(release)
+    elif known is not None:
+        table = from_version("6.3")
+    elif has_btf(blob):
+        table = FlagNames(dict(_FROM_5_6), "include/linux/mm.h of Linux 5.6 to 6.2: BTF has no FOLL_* enum")
+    else:
+        table = FlagNames({}, f"no BTF, and {release} is no kernel whose number decides")
     if known is None:
         return table
     taken = set(known.values.values())
@@ -154,3 +174,8 @@ def of_running_kernel() -> FlagNames:
     }
     source = known.source + (" (private flags by version)" if private else "")
     return FlagNames({**known.values, **private}, source)
+
+
+def has_btf(blob: bytes) -> bool:
+    """Tell BTF from bytes that are none, by the magic of its header (Documentation/bpf/btf.rst)."""
+    return len(blob) >= 24 and bool(struct.unpack_from("=H", blob)[0] == 0xEB9F)

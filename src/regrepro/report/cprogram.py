@@ -16,12 +16,13 @@ from regrepro.record import Record
 from regrepro.report.steps import Pass, passes
 from regrepro.views import words
 
-MAX_LINES = 300
+MAX_LINES = 450
 _PINS = ("pin", "get", "longterm")
 _VERBS = ("ibv_reg_mr_iova2", "ibv_reg_mr", "io_uring_register_buffers", "pyverbs.MR")
 # With 4 KiB pages; PVM_MAX_KMALLOC_PAGES, mm/process_vm_access.c
 _PAGES_PER_CALL = 1024
 _MOST_CALLS = 16
+_MOST_RANGES = 16
 _SILENT = ("scenario-begin", "scenario-end", "note", "memory-map", "free", "transfer")
 
 
@@ -36,7 +37,7 @@ def exportable(record: Record) -> list[str]:
         if one.control is not None:
             continue
         try:
-            _Program(one, record.header).text()
+            _Program(one, record).text()
         except NotExportable:
             continue
         names.append(one.scenario)
@@ -64,13 +65,15 @@ def render(record: Record, scenario: str | None = None) -> str:
         raise UsageError(
             f"the run holds no scenario {scenario!r}", hint=f"it holds {', '.join(own) or 'none'}"
         )
-    return _Program(own[scenario], record.header).text()
+    return _Program(own[scenario], record).text()
 
 
 class _Program:
-    def __init__(self, one: Pass, header: Mapping[str, Any]) -> None:
+    def __init__(self, one: Pass, record: Record) -> None:
         self._pass = one
-        self._header = header
+        self._header = record.header
+        maps = [event for event in record.events if event.get("event") == "memory-map"]
+        self._map: Mapping[str, Any] = maps[-1] if maps else {}
         self._parts: set[str] = set()
         self._tests = 0
         self._page: dict[int, int] = {}
@@ -94,6 +97,7 @@ class _Program:
             ("HEAD", "\n".join(self._head())),
             ("NAME", name),
             ("TESTS", str(self._tests)),
+            ("RANGES", self._recorded_ranges()),
             ("STEPS", steps),
         ):
             source = source.replace(f"@@{key}@@", value)
@@ -101,6 +105,16 @@ class _Program:
         if lines >= MAX_LINES:
             raise self._cannot(f"the program would have {lines} lines, more than a person reads")
         return source
+
+    def _recorded_ranges(self) -> str:
+        """Where the run had unpinnable memory, which is where the same boot of the same machine has it."""
+        ranges = [
+            (item[0], item[1])
+            for item in words.list_of(self._map.get("unpinnable_ranges"))
+            if isinstance(item, list) and len(item) == 3 and type(item[0]) is type(item[1]) is int
+        ]
+        texts = [f"{{ {low:#x}, {high:#x} }}, " for low, high in ranges if 0 <= low < high < 1 << 52]
+        return "".join(texts[:_MOST_RANGES])
 
     def _cannot(self, why: str) -> NotExportable:
         return NotExportable(
@@ -167,6 +181,7 @@ class _Program:
             call = f"{make}(&b{buffer}, {first}, {count})"
             if kind == "longterm":
                 yield f"int {name} = no_pin ? -1 : {call};"
+                yield f"held += {name} >= 0;"
                 yield f"if (!no_pin && {name} < 0)"
                 yield f'\tprintf("# pin {number} failed: %s\\n", strerror(errno));'
             else:
@@ -194,7 +209,7 @@ class _Program:
             name = f"p{number}" + (f"_{n}" if count > 1 else "")
             if kind == "longterm":
                 yield f"if ({name} >= 0)"
-                yield f"\tclose({name});"
+                yield f"\theld--, close({name});"
             else:
                 yield f"release_pin({name});" if kind == "pin" else f"put_pages({name});"
 
@@ -209,8 +224,6 @@ class _Program:
         if offset < 0 or length <= 0 or not whole or offset + length > self._pages[buffer] * page:
             raise self._cannot(f"registration {number} is not of whole pages of its buffer")
         first, count = offset // page, length // page
-        held = [str(self._id(pin, "pin")) for pin in words.mappings_of(event.get("pins"))]
-        while_held = f"pin {' and '.join(held)} held" if held else "no pin held"
         call = "ibv_reg_mr" if verb == "pyverbs.MR" else verb
         if verb.startswith("io_"):
             self._parts.add("uring")
@@ -233,8 +246,8 @@ class _Program:
         self._tests += 1
         errno = event.get("errno")
         recorded = "OK" if not errno else errno if re.fullmatch(r"[A-Z0-9]+", str(errno)) else "failed"
-        what = f"{call} of {words.pages(count)}, {while_held}"
-        yield f'report(&b{buffer}, {failed}, "{what}", "{recorded}");'
+        # Both are taken right after the call: errno, and how many pins outlived it.
+        yield f'report(&b{buffer}, {failed}, held, "{call} of {words.pages(count)}", "{recorded}");'
         yield ""
 
     def _deregister(self, event: Mapping[str, Any]) -> Iterator[str]:

@@ -25,6 +25,7 @@ from regrepro.errors import EnvironmentProblem, RegreproError
 from regrepro.kernel import leftovers, trace_flags
 from regrepro.kernel.btf import Btf, BtfError
 from regrepro.kernel.node import node_facts
+from regrepro.kernel.release import kernel_series
 from regrepro.record import Record, RecordProblem
 from regrepro.watch import evidence as look
 from regrepro.watch.bpf_engine import BpfEngine
@@ -230,7 +231,7 @@ class Watch:
         self._modules = loaded_modules()
         modules = dict.fromkeys(self._modules, True)
         btf = BtfFunctions()
-        if (trace_flags.kernel_series(os.uname().release) or (0, 0)) < _MODULE_BTF:
+        if (kernel_series(os.uname().release) or (0, 0)) < _MODULE_BTF:
             self.options.trampolines = False
         self._functions = without_coming(
             find_functions(btf, kallsyms, modules, trampolines=self.options.trampolines), self._modules

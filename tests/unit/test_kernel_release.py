@@ -1,0 +1,72 @@
+"""Which kernels a number decides for, by the names that a kernel gives itself."""
+
+from __future__ import annotations
+
+import pytest
+from audit_nodes import VENDOR_RELEASES
+from test_trace import PRIVATE, PUBLIC, btf
+
+from regrepro.kernel import trace_flags
+from regrepro.kernel.release import kernel_series, stock_series
+
+BANNER = "Linux version 0 (builder@host) (gcc (Debian 12.2.0-14) 12.2.0) #1 SMP"
+DATED = "#1 SMP PREEMPT_DYNAMIC Thu Nov 30 10:11:12 UTC 2023"
+
+
+@pytest.mark.parametrize(
+    ("release", "version", "series"),
+    [
+        ("5.10.0-46-amd64", "#1 SMP Debian 5.10.257-1 (2026-08-02)", (5, 10)),
+        ("4.19.0-27-amd64", "#1 SMP Debian 4.19.316-1 (2024-06-25)", (4, 19)),
+        ("6.1.0-57-cloud-amd64", "#1 SMP PREEMPT_DYNAMIC Debian 6.1.192-1 (2026-09-30)", (6, 1)),
+        ("6.1.0-13-rt-amd64", "#1 SMP PREEMPT_RT Debian 6.1.55-1 (2023-09-29)", (6, 1)),
+        ("6.1.0-0.deb11.21-amd64", "#1 SMP PREEMPT_DYNAMIC Debian 6.1.90-1~bpo11+1 (2024-05-06)", (6, 1)),
+        ("6.12.118+deb13-amd64", "#1 SMP PREEMPT_DYNAMIC Debian 6.12.118-1 (2026-09-12)", (6, 12)),
+        ("6.12.12+bpo-amd64", "#1 SMP PREEMPT_DYNAMIC Debian 6.12.12-1~bpo12+1 (2025-02-23)", (6, 12)),
+        ("7.3.4-arm64-16k", "#1 SMP Debian 7.3.4-1~exp1 (2026-11-01)", (7, 3)),
+        ("7.3.4+deb14+1-amd64", "#1 SMP PREEMPT_DYNAMIC Debian 7.3.4-1 (2026-11-01)", (7, 3)),
+        ("6.11-rc7-amd64", "#1 SMP Debian 6.11~rc7-1~exp1 (2024-09-08)", (6, 11)),
+        ("6.18.0", DATED, (6, 18)),
+        ("6.18.0-rc3", "#12 SMP PREEMPT Thu Nov  3 10:11:12 CET 2025", (6, 18)),
+        # Newer than what was read; signed by Debian's words but not Debian's.
+        ("8.0.1", DATED, None),
+        ("6.6.20+rpt-rpi-v8", "#1 SMP PREEMPT Debian 1:6.6.20-1+rpt1 (2024-03-07)", None),
+        ("6.6.9-amd64", "#1 SMP PREEMPT_DYNAMIC Kali 6.6.9-1kali1 (2024-01-08)", None),
+        ("5.10.0-46-amd64", "#45 SMP", None),
+        ("5.15.0-1-amd64", "#1 SMP Debian 5.10.257-1 (2026-08-02)", None),
+        ("6.18.0", "#1 SMP PREEMPT_DYNAMIC VENDOR Thu Nov 30 10:11:12 UTC 2023", None),
+        ("", "", None),
+    ],
+)
+def test_debian_and_kernel_org_are_known_by_their_names(
+    release: str, version: str, series: tuple[int, int] | None
+) -> None:
+    assert stock_series(release, version, BANNER) == series
+
+
+def test_a_plain_release_is_kernel_orgs_only_if_the_banner_names_no_vendor() -> None:
+    built_by = "(builder@buildkitsandbox) (x86_64-bottlerocket-linux-gnu-gcc (Buildroot) 11.3)"
+    bottlerocket = f"Linux version 5.10.184 {built_by} #1 SMP"
+    assert stock_series("5.10.184", DATED, "") is None
+    assert stock_series("5.10.184", DATED, bottlerocket) is None
+    assert stock_series("5.10.184", DATED, BANNER) == (5, 10)
+
+
+@pytest.mark.parametrize("release", VENDOR_RELEASES)
+@pytest.mark.parametrize("version", [DATED, "#45-Ubuntu SMP", "#1 SMP PREEMPT_DYNAMIC PMX 6.2.16-20", ""])
+def test_no_vendors_kernel_is_taken_for_one_of_these(release: str, version: str) -> None:
+    assert stock_series(release, version, BANNER) is None
+    assert kernel_series(release) is not None
+
+
+def test_flags_of_a_vendors_kernel_follow_its_btf_and_not_its_number() -> None:
+    """A 5.14 with the enums of 6.3 ported back, a 4.18 with FOLL_PIN, and one without BTF."""
+    new = trace_flags.of_kernel(btf([PUBLIC, PRIVATE]), "5.14.0-427.el9.x86_64", False)
+    assert new.decode(1 << 9) == ["FOLL_LONGTERM"]
+    assert "FOLL_LONGTERM" not in new.decode(1 << 16)
+    old = trace_flags.of_kernel(btf([[("OTHER", 1), ("MORE", 2)]]), "4.18.0-553.el8_10.x86_64", False)
+    assert old.decode(0x50001) == ["FOLL_WRITE", "FOLL_LONGTERM", "FOLL_PIN"]
+    assert old.decode(0x80) == ["0x80"]
+    blind = trace_flags.of_kernel(b"", "5.14.0-427.el9.x86_64", False)
+    assert blind.decode(0x101) == ["0x101"]
+    assert trace_flags.of_kernel(b"", "6.1.0-57-amd64", True).decode(0x10000) == ["FOLL_LONGTERM"]
