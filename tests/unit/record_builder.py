@@ -121,6 +121,33 @@ def failing_trace(pages: int = 8, ret: int | None = None, reason: str = "longter
     return trace(events=events, tree=tree)
 
 
+def succeeding_trace(before: dict[str, Any] | None, after: dict[str, Any] | None) -> dict[str, Any]:
+    """The trace of a registration that succeeded: the pages that have another frame afterwards migrated."""
+    pages, moved = (before or after or {"pages": 8})["pages"], 0
+    if before and after:
+        one, other = (
+            {first + n: pfn + n for first, pfn, count in item["pfn"] for n in range(count)}
+            for item in (before, after)
+        )
+        moved = sum(1 for page, pfn in one.items() if other.get(page, pfn) != pfn)
+    made = returns(("pin_user_pages_fast", pages), ("__ib_umem_get_va", 1), ("rxe_reg_user_mr", 1))
+    if moved:
+        made["events"][:0] = migration(moved, 0, 0)
+    return made
+
+
+def migration(
+    succeeded: int, failed: int, returned: int | None, reason: str = "longterm_pin"
+) -> list[dict[str, Any]]:
+    """The two events of one call of migrate_pages."""
+    fields = {"nr_succeeded": succeeded, "nr_failed": failed, "mode": "MIGRATE_SYNC", "reason": reason}
+    caller = "migrate_longterm_unpinnable_folios"
+    return [
+        {"t": 0.1, "tracepoint": "mm_migrate_pages", "fields": fields},
+        {"t": 0.2, "fn": "migrate_pages", "ret": returned, "caller": caller, "args": {}},
+    ]
+
+
 def trace(**keys: Any) -> dict[str, Any]:
     """A complete trace; keywords replace what is in it."""
     return {
@@ -277,7 +304,7 @@ class Builder:
                 "before": before,
                 "after": after,
                 "pins": [{"pin": pin, "alive_before": True, "alive_after": True} for pin in pins],
-                "trace": failing_trace(pages) if errno == "ENOMEM" else trace(),
+                "trace": failing_trace(pages) if errno == "ENOMEM" else succeeding_trace(before, after),
                 "stand_in": "rdma_rxe",
                 **keys,
             },

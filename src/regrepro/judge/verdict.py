@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from regrepro.errors import EXIT_DECIDED, EXIT_OTHER_FAILURE, EXIT_REPRODUCED, EXIT_UNDECIDED
-from regrepro.judge import rules
+from regrepro.judge import consistency, rules
 from regrepro.judge.declared import as_declared, declared
 from regrepro.judge.facts import Facts, Pass, Pin, RecordLike, Registration, collect
 from regrepro.judge.layers import Layer, blocked_in_device, classify, classify_pin, memory_cgroup
@@ -113,7 +113,26 @@ def _judge_scenario(facts: Facts, scenario: str, variant: str) -> dict[str, Any]
     main = passes.pop(None, None) or Pass(scenario, variant, None)
     registration = under_test(main)
     verdict, controls = _decide(facts, main, registration, passes)
+    verdict = _undermined(verdict, consistency.concerning(facts, main, registration))
     return _written(facts, main, registration, verdict, controls)
+
+
+def _undermined(verdict: Verdict, flaws: list[consistency.Flaw]) -> Verdict:
+    """A record that contradicts itself where a verdict rests on it decides nothing."""
+    if verdict.verdict == ERROR:
+        return verdict
+    if not flaws:
+        text = "no two sources of the record contradict each other"
+        verdict.checks.append(Check(consistency.NAME, rules.OK, text))
+        return verdict
+    contradictions = [
+        Check(consistency.NAME, CONTRADICTED, f"the record contradicts itself: {flaw.text}", flaw.how)
+        for flaw in flaws
+    ]
+    undecided = _unmet_checks(contradictions)
+    undecided.checks += verdict.checks
+    undecided.unmet += verdict.unmet
+    return undecided
 
 
 def under_test(run: Pass) -> Registration | None:
@@ -559,6 +578,8 @@ def _control(
     if run.problems:
         return told(f"its record has a flaw: {run.problems[0]}")
     registration = under_test(run)
+    for contradiction in consistency.concerning(facts, run, registration):
+        return told(f"its record contradicts itself: {contradiction.text}")
     if registration is None:
         return told("it registered nothing")
     result["got"] = "success" if registration.succeeded else "failure"
