@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from regrepro.errors import errno_name
 from regrepro.judge import tracefacts as fn
 from regrepro.judge.facts import Buffer, Facts, Pass, Pin, Registration
-from regrepro.judge.pagestate import UNPINNABLE, PageState, cache_references, where
+from regrepro.judge.pagestate import UNPINNABLE, PageState, cache_references, where, whole_number
 from regrepro.judge.rules import PIN_BIAS, UNASKED, Case, reached, same_call_after_release
 from regrepro.judge.spans import Run, Spans, together
 from regrepro.judge.tracefacts import Trace
@@ -124,8 +124,8 @@ def _identities(facts: Facts, run: Pass) -> Iterator[Flaw]:
         if errno is None:
             ended.add(number)
     for event in run.transfers:
-        mr = made.get(event.get("registration", -1)) if not event.get("errno") else None
-        if mr is not None and not mr.succeeded:
+        mr = made.get(whole_number(event.get("registration")) or 0)
+        if mr is not None and not mr.succeeded and not event.get("errno"):
             yield Flaw(f"registration {mr.id} failed, and a transfer went through it", _of(mr))
     freed: dict[int, int] = {}
     for seq, number in run.freed:
@@ -288,10 +288,9 @@ def _traces(facts: Facts, run: Pass) -> Iterator[Flaw]:
             unprobed = sorted({name for name, _ in trace.returns} - trace.in_sight)
             if unprobed:
                 yield Flaw(f"{unprobed[0]} was seen, though it was not probed", who)
-        told = {(name, value) for name, value in trace.returns}
         for node in trace.tree:
             value = node.get("ret")
-            if value is not None and (node.get("fn"), value) not in told:
+            if value is not None and (node.get("fn"), value) not in trace.returns:
                 yield Flaw(f"the trace's tree shows {node.get('fn')} = {value}, which no event says", who)
                 break
 
