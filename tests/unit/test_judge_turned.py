@@ -43,9 +43,10 @@ def traced(record: Record) -> Record:
         if event["event"] == "pin" and event["kind"] in TAKEN_BY:
             fn, flags = TAKEN_BY[event["kind"]]
             pages = event["after"]["pages"]
+            moved = build.migration(pages, 0, 0) if event["kind"] == "longterm" else []
             args = {"start": ADDRESS, "nr_pages": pages, "flags": list(flags)}
             event["trace"] = build.trace(
-                events=[{"t": 0.1, "fn": fn, "ret": pages, "caller": "", "args": args}]
+                events=[*moved, {"t": 0.3, "fn": fn, "ret": pages, "caller": "", "args": args}]
             )
         if event["event"] in ("pin", "register") and event["trace"]:
             event["trace"] |= {"probed": list(PROBED), "probed_failures": list(ON_FAILURE)}
@@ -218,7 +219,7 @@ def asked(*flags: str, fn: str | None = None, ret: int | None = None) -> Edit:
     """Have the pin's own trace show other flags, another function, another result."""
 
     def edit(record: Record) -> None:
-        [call] = find(record, "pin")["trace"]["events"]
+        call = find(record, "pin")["trace"]["events"][-1]
         call["args"]["flags"] = list(flags)
         call["fn"] = fn or call["fn"]
         call["ret"] = call["ret"] if ret is None else ret
@@ -573,6 +574,18 @@ TABLE: dict[str, tuple[Callable[[], Record], Edit, str, str]] = {
     "movement: moved, and no migration in sight": (
         moved_out,
         without_events("migrate_pages", "mm_migrate_pages"),
+        "unmet",
+        CONTRADICTED,
+    ),
+    "movement: the pin moved its pages, and none migrated": (
+        by_pin,
+        without_events("migrate_pages", "mm_migrate_pages", kind="pin"),
+        "unmet",
+        CONTRADICTED,
+    ),
+    "movement: the pin's pages migrated, and none moved": (
+        by_kernel,
+        lambda r: find(r, "pin")["trace"]["events"].extend(build.migration(8, 0, 0)),
         "unmet",
         CONTRADICTED,
     ),

@@ -80,8 +80,8 @@ def _order(facts: Facts, run: Pass) -> Iterator[Flaw]:
 
 
 def _memory_map(facts: Facts, run: Pass) -> Iterator[Flaw]:
-    """A map that knows no unpinnable memory cannot hold any, nor can a page lie there. Memory blocks that
-    were made movable in the run are not on it.
+    """A map that knows no unpinnable memory cannot hold any. Memory blocks may become movable in a run, and
+    pageblocks isolated; CMA areas are made at boot (`cma_init_reserved_areas`, mm/cma.c).
     """
     known = facts.memory_map
     if known is None:
@@ -93,8 +93,8 @@ def _memory_map(facts: Facts, run: Pass) -> Iterator[Flaw]:
     if known.cma_blocks or known.ranges:
         yield Flaw("the memory map holds unpinnable memory and says that there is none", None)
     for seq, _, state in _states(run):
-        if known.complete and not facts.onlined and state.unpinnable:
-            text = f"page {state.unpinnable} lies in unpinnable memory, and the memory map knows none"
+        if known.complete and state.placed("cma"):
+            text = f"page {state.placed('cma')} lies in CMA, and the memory map knows no unpinnable memory"
             yield Flaw(text, frozenset({seq}))
 
 
@@ -344,19 +344,21 @@ def _movement(facts: Facts, run: Pass) -> Iterator[Flaw]:
     """`migrate_pages` (mm/migrate.c) counts what moved and what did not; `migrate_longterm_unpinnable_folios`
     (mm/gup.c) gives it the unpinnable pages of one call, and no others.
     """
-    for registration in run.registrations:
-        before, after, trace = registration.before, registration.after, registration.trace
-        if run.watched or before is None or after is None or not trace.complete:
+    for call in run.calls:
+        before, after, spans = call.before, call.after, call.spans
+        if run.watched or before is None or after is None or not call.trace.complete:
             continue
         if before.how != "observed" or after.how != "observed":
             continue
-        spans = registration.spans
         if not spans or not _small(before, spans) or not _small(after, spans):
             continue
-        if spans.total != _pages(facts, registration):
-            continue  # it goes beyond the buffer, whose pages alone were read
-        for text in (*_counts(trace), *_moved(registration, before, after), *_left(facts, registration)):
-            yield Flaw(text, _of(registration))
+        texts = [*_counts(call.trace), *_moved(call, before, after)]
+        if isinstance(call, Registration):
+            if spans.total != _pages(facts, call):
+                continue  # it goes beyond the buffer, whose pages alone were read
+            texts += _left(facts, call)
+        for text in texts:
+            yield Flaw(text, _of(call))
 
 
 def _counts(trace: Trace) -> Iterator[str]:
@@ -367,9 +369,11 @@ def _counts(trace: Trace) -> Iterator[str]:
             yield f"migrate_pages left {step.returned} pages, and its tracepoint counts {step.failed}"
 
 
-def _moved(registration: Registration, before: PageState, after: PageState) -> Iterator[str]:
-    """A page that is shared may be copied by a pin for writing, and so "moves" without migration."""
-    spans, trace = registration.spans, registration.trace
+def _moved(call: Registration | Pin, before: PageState, after: PageState) -> Iterator[str]:
+    """A page that is shared may be copied by a pin for writing, and so "moves" without migration; NUMA
+    balancing may move those of a pin that does not say it asks for it, and another thread may take it.
+    """
+    spans, trace = call.spans, call.trace
     moved, unseen = before.moved(after) & spans, spans - before.present
     tried = [step for step in trace.migrations if step.reason == "longterm_pin"]
     any_page = any((step.succeeded or 0) + (step.failed or 0) for step in tried)
@@ -383,7 +387,8 @@ def _moved(registration: Registration, before: PageState, after: PageState) -> I
         yield f"the trace counts {counted} pages that migrated, and {moved.total} have another frame"
     alone = before.where("mapcount", lambda count: count == 1) - before.shared
     left = (moved & before.unpinnable & alone).total
-    if left > counted:
+    own = isinstance(call, Registration) or (call.kind == "longterm" and call.owner not in UNASKED)
+    if own and left > counted:
         yield f"{left} pages have another frame, and the trace counts {counted} that migrated"
 
 

@@ -223,7 +223,6 @@ class Facts:
     problems: list[str]
     unknown_events: dict[str, int]
     read_state: StateReader = field(default_factory=StateReader, repr=False)
-    onlined: bool = False  # memory blocks changed their zone in this run
 
     @property
     def node(self) -> Mapping[str, Any]:
@@ -340,7 +339,6 @@ def collect(record: RecordLike) -> Facts:
             facts.problems.append(f"an event ({kind}) has no seq and was left out")
             continue
         seqs.append(seq)
-        facts.onlined = facts.onlined or kind == "online-movable"
         if kind not in KNOWN:
             facts.unknown_events[kind] = facts.unknown_events.get(kind, 0) + 1
         if not isinstance(event.get("scenario"), str):
