@@ -90,10 +90,13 @@ def state(
     }
 
 
-def failing_trace(pages: int = 8, ret: int | None = None, reason: str = "longterm_pin") -> dict[str, Any]:
-    """The trace of a registration whose pages would not move; `ret` is what migrate_pages returned."""
+def failing_trace(
+    pages: int = 8, ret: int | None = None, reason: str = "longterm_pin", moved: int = 0
+) -> dict[str, Any]:
+    """The trace of a registration of which `pages` would not move, and others did; `ret` is what
+    migrate_pages returned.
+    """
     returned = pages if ret is None else ret
-    fields = {"nr_succeeded": 0, "nr_failed": pages, "mode": "MIGRATE_SYNC", "reason": reason}
     path = [
         ("rxe_reg_user_mr", -12),
         ("__ib_umem_get_va", -12),
@@ -101,11 +104,10 @@ def failing_trace(pages: int = 8, ret: int | None = None, reason: str = "longter
         ("__gup_longterm_locked", -12),
         ("migrate_pages", returned),
     ]
-    events: list[dict[str, Any]] = [{"t": 0.1, "tracepoint": "mm_migrate_pages", "fields": fields}]
-    caller = {"migrate_pages": "migrate_longterm_unpinnable_folios"}
+    events = migration(moved, pages, returned, reason)
     events += [
-        {"t": 0.2 + n / 10, "fn": fn, "ret": value, "caller": caller.get(fn, ""), "args": {}}
-        for n, (fn, value) in enumerate(reversed(path))
+        {"t": 0.3 + n / 10, "fn": fn, "ret": value, "caller": "", "args": {}}
+        for n, (fn, value) in enumerate(reversed(path[:-1]))
     ]
     tree = [
         {
@@ -119,6 +121,33 @@ def failing_trace(pages: int = 8, ret: int | None = None, reason: str = "longter
         for n, (fn, value) in enumerate(path)
     ]
     return trace(events=events, tree=tree)
+
+
+def succeeding_trace(before: dict[str, Any] | None, after: dict[str, Any] | None) -> dict[str, Any]:
+    """The trace of a registration that succeeded: the pages that have another frame afterwards migrated."""
+    pages, moved = (before or after or {"pages": 8})["pages"], 0
+    if before and after:
+        one, other = (
+            {first + n: pfn + n for first, pfn, count in item["pfn"] for n in range(count)}
+            for item in (before, after)
+        )
+        moved = sum(1 for page, pfn in one.items() if other.get(page, pfn) != pfn)
+    made = returns(("pin_user_pages_fast", pages), ("__ib_umem_get_va", 1), ("rxe_reg_user_mr", 1))
+    if moved:
+        made["events"][:0] = migration(moved, 0, 0)
+    return made
+
+
+def migration(
+    succeeded: int, failed: int, returned: int | None, reason: str = "longterm_pin"
+) -> list[dict[str, Any]]:
+    """The two events of one call of migrate_pages."""
+    fields = {"nr_succeeded": succeeded, "nr_failed": failed, "mode": "MIGRATE_SYNC", "reason": reason}
+    caller = "migrate_longterm_unpinnable_folios"
+    return [
+        {"t": 0.1, "tracepoint": "mm_migrate_pages", "fields": fields},
+        {"t": 0.2, "fn": "migrate_pages", "ret": returned, "caller": caller, "args": {}},
+    ]
 
 
 def trace(**keys: Any) -> dict[str, Any]:
@@ -277,7 +306,7 @@ class Builder:
                 "before": before,
                 "after": after,
                 "pins": [{"pin": pin, "alive_before": True, "alive_after": True} for pin in pins],
-                "trace": failing_trace(pages) if errno == "ENOMEM" else trace(),
+                "trace": failing_trace(pages) if errno == "ENOMEM" else succeeding_trace(before, after),
                 "stand_in": "rdma_rxe",
                 **keys,
             },
@@ -383,7 +412,9 @@ def partly_pinned_record() -> Record:
     builder.begin()
     builder.buffer(state(CMA))
     builder.pin(state(CMA), state(CMA, refs), ranges=[[3 * PAGE, PAGE]])
-    builder.register(state(CMA, refs), state(mixed, refs), errno="ENOMEM", pins=[1], trace=failing_trace(1))
+    builder.register(
+        state(CMA, refs), state(mixed, refs), errno="ENOMEM", pins=[1], trace=failing_trace(1, moved=7)
+    )
     builder.release(state(mixed))
     builder.register(state(mixed), state(OUT, 1025), 2)
     builder.end()

@@ -62,7 +62,7 @@ def test_memory_of_cuda_itself_can_be_the_proof() -> None:
 
 
 def test_a_driver_that_moved_its_pages_out_first_is_told_by_the_trace() -> None:
-    found = only(host_alloc(OUT, moving_trace("FOLL_WRITE", "FOLL_LONGTERM")))
+    found = only(host_alloc(OUT, moving_trace("FOLL_WRITE", "FOLL_LONGTERM"), owner="cuda"))
     assert (found["verdict"], found["basis"]) == ("not-reproduced", "pin")
     assert "moved 8 of its pages" in found["reason"]
 

@@ -22,7 +22,7 @@ def record(neighbour: tuple[int, int], trace: dict[str, Any] | None = None) -> b
     builder.begin(controls={"pin-without-longterm": "pin=pin"})
     builder.buffer(build.state([*INSIDE, before]))
     moved = build.state([*OUTSIDE, after], [1025] * 8 + [1])
-    builder.pin(build.state([*INSIDE, before]), moved, length=8 * build.PAGE, trace=trace)
+    builder.pin(build.state([*INSIDE, before]), moved, length=8 * build.PAGE, trace=trace, owner="own-code")
     registered = build.state([*OUTSIDE, after], [2049] * 8 + [1025])
     builder.register(moved, registered, pins=[1])
     builder.release(build.state([*OUTSIDE, after], 1025))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from regrepro.judge import rules
+from regrepro.judge import consistency, rules
 from regrepro.judge.contracts import Contract
 from regrepro.judge.facts import Facts, Pass, Pin, Registration
 from regrepro.judge.frames import pins_on
@@ -167,6 +167,9 @@ def _control(
     case = None
     if registration.buffer in run.buffers:
         case = Case(facts, run, registration, run.buffers[registration.buffer])
+    rests_on = case.seqs if case is not None else frozenset({registration.seq})
+    for contradiction in consistency.touching(facts, run, rests_on):
+        return told(f"its record contradicts itself: {contradiction.text}")
     flaw = "its buffer is not in the record" if case is None else _control_flaw(case, changed, main)
     result["valid"] = not flaw
     if result["got"] == "success" and expected == "failure" and not flaw:

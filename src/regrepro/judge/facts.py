@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 from regrepro.judge.pagestate import PageState, StateReader, whole_number
@@ -92,6 +93,7 @@ class Registration:
     """Of a `registered` line: "number 5 of series 1". The record holds no page states of it."""
     standing: list[Pin] = field(default_factory=list, repr=False)
     """The pins of the pass, on whatever buffer, that stood when it was made."""
+    keys: tuple[object, ...] = ()  # lkey and rkey, as far as the event has them
 
     @property
     def succeeded(self) -> bool:
@@ -181,6 +183,15 @@ class Pass:
     exception: Mapping[str, Any] | None = None
     end: Mapping[str, Any] | None = None
     problems: list[str] = field(default_factory=list)
+    latest: tuple[int, float] = (0, 0.0)  # `seq` and `t` of the event that was read last
+    disordered: list[int] = field(default_factory=list)  # seqs of events that come after a later one
+    deregistrations: list[tuple[int, int, str | None]] = field(default_factory=list)  # seq, id, errno
+    freed: list[tuple[int, int]] = field(default_factory=list)  # seq, buffer
+
+    @property
+    def calls(self) -> list[Pin | Registration]:
+        """The calls into the kernel that have a trace, and page states around them."""
+        return [*self.pins.values(), *self.registrations]
 
     @property
     def finished(self) -> bool:
@@ -198,6 +209,7 @@ class MemoryMap:
     selfcheck: bool | None
     problems: list[str]
     sources: list[str]
+    ranges: int = 0  # of unpinnable memory
 
 
 @dataclass
@@ -228,7 +240,13 @@ class Facts:
     @property
     def could_trace(self) -> bool:
         """Whether the kernel traced at least one call of this run completely."""
-        return any(call.trace.complete for item in self.passes for call in item.registrations)
+        return any(call.trace.complete for item in self.passes for call in item.calls)
+
+    @cached_property
+    def probed(self) -> frozenset[str]:
+        """Functions that the tracer of this run had in sight: it places its probes once."""
+        calls = [call for item in self.passes if not item.watched for call in item.calls]
+        return frozenset[str]().union(*(call.trace.in_sight for call in calls if call.trace.complete))
 
     @property
     def kernel(self) -> str:
@@ -345,6 +363,7 @@ def collect(record: RecordLike) -> Facts:
             facts.passes.append(current)
         current.first_seq = seq if current.first_seq is None else min(seq, current.first_seq)
         current.last_seq = seq if current.last_seq is None else max(seq, current.last_seq)
+        _order(current, seq, event.get("t"))
         try:
             _of_a_pass(current, facts, kind, seq, event)
         except _Malformed as error:
@@ -375,6 +394,15 @@ def _note_standing(current: Pass) -> None:
             standing.pop(item.id, None)
 
 
+def _order(current: Pass, seq: int, t: object) -> None:
+    """A record is written in the order of its numbers, and of its clock."""
+    last_seq, last_t = current.latest
+    now = float(t) if isinstance(t, (int, float)) else last_t
+    if seq < last_seq or now < last_t:
+        current.disordered.append(seq)
+    current.latest = (max(seq, last_seq), max(now, last_t))
+
+
 def _find_gaps(facts: Facts, seqs: list[int]) -> None:
     """An event that is missing, or there twice, within a pass may have been the one that matters."""
     seen = set(seqs)
@@ -398,6 +426,7 @@ def _of_the_run(facts: Facts, kind: str, event: Mapping[str, Any]) -> None:
             count = whole_number(_mapping(_mapping(zone).get("blocks")).get("CMA", 0))
             blocks = None if blocks is None or count is None else blocks + count
         problems, sources = event.get("problems"), event.get("sources")
+        ranges = event.get("unpinnable_ranges")
         facts.memory_map = MemoryMap(
             event.get("complete") is True,
             _flag(event.get("has_unpinnable")),
@@ -405,6 +434,7 @@ def _of_the_run(facts: Facts, kind: str, event: Mapping[str, Any]) -> None:
             _flag(_mapping(event.get("selfcheck")).get("passed")),
             [text for text in problems if isinstance(text, str)] if isinstance(problems, list) else [],
             [text for text in sources if isinstance(text, str)] if isinstance(sources, list) else [],
+            len(ranges) if isinstance(ranges, list) else 0,
         )
     elif kind == "lab":
         facts.lab.append(event)
@@ -442,10 +472,13 @@ def _of_a_pass(current: Pass, facts: Facts, kind: str, seq: int, event: Mapping[
     elif kind == "release":
         _release(current, facts, seq, event)
     elif kind == "deregister":
-        number = _number(event, "registration")
+        number, errno = _number(event, "registration"), _errno(event)
+        current.deregistrations.append((seq, number, errno))
         for made in current.registrations:
-            if made.id == number and _errno(event) is None:
+            if made.id == number and errno is None:
                 made.deregistered = seq
+    elif kind == "free":
+        current.freed.append((seq, _number(event, "buffer")))
     elif kind == "transfer":
         current.transfers.append(event)
     elif kind == "step":
@@ -561,6 +594,7 @@ def _register(current: Pass, facts: Facts, seq: int, event: Mapping[str, Any]) -
             limits,
             _text(event.get("pages_unknown")),
             watched={key: event[key] for key in ("stuck", "plain_pins") if key in event},
+            keys=tuple(event[key] for key in ("lkey", "rkey") if key in event),
         )
     )
 

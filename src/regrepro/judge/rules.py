@@ -81,7 +81,7 @@ class Case:
     @cached_property
     def seqs(self) -> frozenset[int]:
         """The events that what is said of this registration rests on: itself, the pins held at it, their
-        releases, and the same call after them.
+        releases, and the same call after them; and how its buffer was made.
         """
         of_pins = [pin.seq for pin in self.held]
         releases = [pin.release.seq for pin in self.held if pin.release is not None]
@@ -89,7 +89,7 @@ class Case:
         third = _pinned_again(self, again) if again is not None else None
         calls = [call.seq for call in (self.registration, again, third) if call is not None]
         pins_of_third = [pin.seq for pin in third.standing] if third is not None else []
-        return frozenset((*of_pins, *releases, *calls, *pins_of_third))
+        return frozenset((self.buffer.seq, *of_pins, *releases, *calls, *pins_of_third))
 
     def may_be_copied(self, state: PageState) -> Spans:
         """The pages that a write may have replaced by copies: mapped more than once, and privately.

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from regrepro.judge import consistency
 from regrepro.judge.controls import best_success, judge_controls, under_test, unheld
 from regrepro.judge.facts import Facts, Pass, Registration
 from regrepro.judge.failure import judge_failure
@@ -22,7 +23,7 @@ from regrepro.judge.outcome import (
     unmet,
     unmet_checks,
 )
-from regrepro.judge.rules import Case
+from regrepro.judge.rules import CONTRADICTED, OK, Case, Check
 from regrepro.judge.success import judge_success
 from regrepro.judge.watched import CAUGHT, judge_watched
 
@@ -53,10 +54,12 @@ def decide(facts: Facts, main: Pass, others: Mapping[str | None, Pass]) -> Findi
         found = Finding(ended, under_test(main), frozenset())
         found.controls = judge_controls(facts, main, None, others)
         return found
+    flaws = consistency.flaws(facts, main)
     caught = under_test(main) if main.watched else None
     if caught is not None:
-        return Finding(_caught(facts, main, caught), caught, frozenset({caught.seq}), [])
-    findings = _findings(facts, main, others)
+        found = Finding(_caught(facts, main, caught), caught, frozenset({caught.seq}), [])
+        return _undermined(found, flaws)
+    findings = [_undermined(found, flaws) for found in _findings(facts, main, others)]
     if not findings:
         why, how = "no registration was tried", "let the scenario register its buffer"
         findings = [Finding(unmet("registration", why, how), None, frozenset())]
@@ -66,6 +69,27 @@ def decide(facts: Facts, main: Pass, others: Mapping[str | None, Pass]) -> Findi
         if worst.verdict.verdict == UNMET and worst.registration is not None:
             worst.verdict.unmet += [check.as_unmet() for check in unheld(worst.controls)]
     return worst
+
+
+def _undermined(found: Finding, flaws: list[consistency.Flaw]) -> Finding:
+    """What a finding is worth once the record is held against itself: where its events contradict each other
+    it decides nothing.
+    """
+    own = [flaw for flaw in flaws if flaw.seqs is None or flaw.seqs & found.seqs]
+    if not own:
+        text = "no two sources of the record contradict each other"
+        found.verdict.checks.append(Check(consistency.NAME, OK, text))
+        return found
+    undecided = unmet_checks(
+        [
+            Check(consistency.NAME, CONTRADICTED, f"the record contradicts itself: {flaw.text}", flaw.how)
+            for flaw in own
+        ]
+    )
+    undecided.checks += found.verdict.checks
+    undecided.unmet += found.verdict.unmet
+    found.verdict = undecided
+    return found
 
 
 def _findings(facts: Facts, main: Pass, others: Mapping[str | None, Pass]) -> list[Finding]:

@@ -75,6 +75,11 @@ class Trace:
         """All that could be probed was seen, and nothing was lost."""
         return self.status == "complete"
 
+    @property
+    def in_sight(self) -> frozenset[str]:
+        """The functions that the tracer says it had probed."""
+        return (self.probed or frozenset()) | self.probed_failures
+
     def of(self, names: Iterable[str]) -> list[int]:
         """Return values of these functions, in time order."""
         wanted = frozenset(names)
@@ -196,8 +201,8 @@ def _names(value: object) -> frozenset[str]:
 
 def _note_gup_call(trace: Trace, name: str, ret: int, event: Mapping[str, Any]) -> None:
     """Keep what a call that took references to user pages asked for: its flags, decoded for this kernel."""
-    args = event.get("args")
-    flags = args.get("flags") if isinstance(args, Mapping) else None
+    args = event["args"] if isinstance(event.get("args"), Mapping) else {}
+    flags = args.get("flags")
     if not name.endswith(("user_pages", "user_pages_fast", "user_pages_remote", "user_pages_unlocked")):
         return
     if not isinstance(flags, list):

@@ -1,0 +1,884 @@
+"""Each rule of docs/verdicts.md without its evidence, and with its evidence turned round: never decided.
+
+The records are good ones, traced as a kernel of today traces: what is edited is the only thing wrong with
+them. `consistency` names what two sources contradict each other in, a rule's own name what it lacks.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import record_builder as build
+from record_builder import ADDRESS, CMA, OUT, PAGE, Record, find, state
+
+from regrepro.judge import exit_code, judge_record
+
+Edit = Callable[[Record], object]
+
+PINS = ("pin_user_pages_fast", "pin_user_pages", "pin_user_pages_remote", "pin_user_pages_unlocked")
+GETS = ("get_user_pages_fast", "get_user_pages", "get_user_pages_remote", "get_user_pages_unlocked")
+PROBED = [
+    *PINS,
+    *GETS,
+    "rxe_reg_user_mr",
+    "__ib_umem_get_va",
+    "migrate_pages",
+    "io_sqe_buffers_register",
+    "ib_uverbs_handler_UVERBS_METHOD_REG_DMABUF_MR",
+]
+ON_FAILURE = ["__gup_longterm_locked", "dma_map_sgtable"]
+TAKEN_BY = {
+    "pin": ("pin_user_pages_remote", ["FOLL_WRITE"]),
+    "get": ("get_user_pages_fast", []),
+    "longterm": ("pin_user_pages_fast", ["FOLL_WRITE", "FOLL_LONGTERM"]),
+}
+
+
+def traced(record: Record) -> Record:
+    """Put into a record what the tracer of today says of each call."""
+    for event in record.events:
+        if event["event"] == "pin" and event["kind"] in TAKEN_BY:
+            fn, flags = TAKEN_BY[event["kind"]]
+            pages = event["after"]["pages"]
+            moved = build.migration(pages, 0, 0) if event["kind"] == "longterm" else []
+            args = {"start": ADDRESS, "nr_pages": pages, "flags": list(flags)}
+            event["trace"] = build.trace(
+                events=[*moved, {"t": 0.3, "fn": fn, "ret": pages, "caller": "", "args": args}]
+            )
+        if event["event"] in ("pin", "register") and event["trace"]:
+            event["trace"] |= {"probed": list(PROBED), "probed_failures": list(ON_FAILURE)}
+        if event["event"] == "register":
+            args = {"start": event["address"], "nr_pages": event["length"] // PAGE}
+            for item in event["trace"]["events"]:
+                if item.get("fn") == "pin_user_pages_fast":
+                    item["args"] = args | {"flags": ["FOLL_WRITE", "FOLL_LONGTERM"]}
+    return record
+
+
+def reproduced() -> Record:
+    return traced(build.reproduced_record())
+
+
+def by_get() -> Record:
+    return traced(build.get_record())
+
+
+def one_of_eight() -> Record:
+    return traced(build.partly_pinned_record())
+
+
+def by_pin() -> Record:
+    return traced(build.longterm_record())
+
+
+def by_kernel() -> Record:
+    return traced(build.kernel_record())
+
+
+def by_placement() -> Record:
+    return traced(build.placement_record())
+
+
+def moved_out() -> Record:
+    return traced(build.no_pin_record())
+
+
+def own_code() -> Record:
+    """A pin that code of one's own took, which cannot be asked whether it is alive."""
+    record = reproduced()
+    for event in record.events:
+        if event["event"] == "pin" and event["kind"] == "pin":
+            event["owner"] = "own-code"
+    find(record, "register")["pins"][0] |= {"alive_before": None, "alive_after": None}
+    return record
+
+
+GOOD = {
+    reproduced: ("reproduced", None),
+    by_get: ("reproduced", None),
+    one_of_eight: ("reproduced", None),
+    own_code: ("reproduced", None),
+    by_pin: ("not-reproduced", "pin"),
+    by_kernel: ("not-reproduced", "kernel"),
+    by_placement: ("not-reproduced", "placement"),
+    moved_out: ("not-reproduced", "kernel"),
+}
+
+
+def verdict(record: Record) -> dict[str, Any]:
+    return dict(judge_record(record)["verdicts"][0])
+
+
+@pytest.mark.parametrize("make", GOOD, ids=lambda make: make.__name__)
+def test_the_good_records_are_decided(make: Callable[[], Record]) -> None:
+    item = verdict(make())
+    assert (item["verdict"], item["basis"]) == GOOD[make], item["reason"]
+    assert {"name": "consistency", "state": "ok"}.items() <= item["checks"][-1].items()
+
+
+# What is edited
+
+
+def event(kind: str, number: int = 0, /, *, control: str | None = None, **keys: Any) -> Edit:
+    """Set keys of an event."""
+    return lambda record: find(record, kind, number, control).update(copy.deepcopy(keys))
+
+
+def pages(kind: str, when: str, number: int = 0, control: str | None = None, **keys: Any) -> Edit:
+    """Set keys of a page state."""
+    return lambda record: find(record, kind, number, control)[when].update(copy.deepcopy(keys))
+
+
+def counts(kind: str, when: str, count: Any, number: int = 0, control: str | None = None) -> Edit:
+    """Set the reference counts of a page state."""
+    refs = count if isinstance(count, list) else None if count is None else [[0, 8, count]]
+    return pages(kind, when, number, control, refcount=refs)
+
+
+def both(*edits: Edit) -> Edit:
+    return lambda record: [edit(record) for edit in edits]
+
+
+def renumber(record: Record) -> None:
+    """Close the gaps."""
+    for seq, item in enumerate(record.events, 1):
+        item["seq"] = seq
+
+
+def drop(kind: str, number: int = 0, control: str | None = None) -> Edit:
+    """Take an event out and number the others anew."""
+
+    def edit(record: Record) -> None:
+        record.events.remove(find(record, kind, number, control))
+        renumber(record)
+
+    return edit
+
+
+def repeat(kind: str, number: int = 0, **keys: Any) -> Edit:
+    """Write an event twice, and number the others anew."""
+
+    def edit(record: Record) -> None:
+        original = find(record, kind, number)
+        at = record.events.index(original)
+        record.events.insert(at + 1, copy.deepcopy(original) | keys)
+        renumber(record)
+
+    return edit
+
+
+def trace(number: int = 0, kind: str = "register", control: str | None = None, **keys: Any) -> Edit:
+    """Set keys of a trace."""
+    return lambda record: find(record, kind, number, control)["trace"].update(copy.deepcopy(keys))
+
+
+def returned(fn: str, ret: int, number: int = 0, tree: bool = True) -> Edit:
+    """Have a function return something else, in the trace's tree as well."""
+
+    def edit(record: Record) -> None:
+        told = find(record, "register", number)["trace"]
+        found = [item for item in told["events"] if item.get("fn") == fn]
+        assert found
+        for item in (*found, *(told["tree"] if tree else [])):
+            if item.get("fn") == fn:
+                item["ret"] = ret
+
+    return edit
+
+
+def tracepoint(number: int = 0, **fields: int) -> Edit:
+    """Set fields of the migration's tracepoint."""
+
+    def edit(record: Record) -> None:
+        events = find(record, "register", number)["trace"]["events"]
+        found = [item for item in events if "tracepoint" in item]
+        assert found
+        for item in found:
+            item["fields"] |= fields
+
+    return edit
+
+
+def without_events(*names: str, number: int = 0, kind: str = "register") -> Edit:
+    """Take events out of a trace, and its tree with them."""
+
+    def edit(record: Record) -> None:
+        told = find(record, kind, number)["trace"]
+        told["events"] = [
+            item for item in told["events"] if item.get("fn", item.get("tracepoint")) not in names
+        ]
+        told["tree"] = []
+
+    return edit
+
+
+def asked(*flags: str, fn: str | None = None, ret: int | None = None) -> Edit:
+    """Have the pin's own trace show other flags, another function, another result."""
+
+    def edit(record: Record) -> None:
+        call = find(record, "pin")["trace"]["events"][-1]
+        call["args"]["flags"] = list(flags)
+        call["fn"] = fn or call["fn"]
+        call["ret"] = call["ret"] if ret is None else ret
+
+    return edit
+
+
+def swapped(record: Record) -> None:
+    """The registration bears the trace of the one after it, and the reverse."""
+    one, two = find(record, "register"), find(record, "register", 1)
+    one["trace"], two["trace"] = two["trace"], one["trace"]
+
+
+def backwards(record: Record) -> None:
+    find(record, "release")["t"] = 0.0
+
+
+def shuffled(record: Record) -> None:
+    """Two lines of the record have changed places."""
+    at = record.events.index(find(record, "release"))
+    record.events[at], record.events[at - 1] = record.events[at - 1], record.events[at]
+
+
+def misplaced(record: Record) -> None:
+    """The buffer is freed before it is registered again; numbers and clock are as they should be."""
+    events, freed = record.events, find(record, "free")
+    events.remove(freed)
+    events.insert(events.index(find(record, "register", 1)), freed)
+    for seq, item in enumerate(events, 1):
+        item |= {"seq": seq, "t": seq / 100}
+
+
+def without_pass(control: str) -> Edit:
+    """Take a control out."""
+
+    def edit(record: Record) -> None:
+        record.events = [item for item in record.events if item.get("control") != control]
+        renumber(record)
+
+    return edit
+
+
+def succeeded_first(record: Record) -> None:
+    """Under the same pin the same pages were registered before, in place, and deregistered."""
+    failed = find(record, "register")
+    at = record.events.index(failed)
+    made = copy.deepcopy(failed) | {"errno": None, "lkey": 3, "rkey": 3, "registration": 9}
+    made["after"] = state(CMA, OTHERS_PIN)
+    made["trace"] = build.succeeding_trace(made["before"], made["after"])
+    made["trace"] |= {"probed": list(PROBED), "probed_failures": list(ON_FAILURE)}
+    ended = {key: failed[key] for key in ("scenario", "variant", "control", "t")}
+    record.events[at:at] = [made, ended | {"event": "deregister", "registration": 9, "errno": None}]
+    renumber(record)
+
+
+OTHERS_PIN = 2049  # a stranger's and ours
+HALF = [[0, 4, 1025], [4, 4, 1]]
+CONTRADICTED = "consistency"
+ODP = both(
+    event("register", after=state(CMA, 1025), access=["LOCAL_WRITE", "REMOTE_WRITE", "ON_DEMAND"]),
+    without_events("pin_user_pages_fast", "__ib_umem_get_va"),
+)
+
+# what is wrong: (the good record, what is edited, the verdict that is due, the check that names it)
+TABLE: dict[str, tuple[Callable[[], Record], Edit, str, str]] = {
+    # errno
+    "errno: removed": (reproduced, lambda r: find(r, "register").pop("errno"), "unmet", "record"),
+    "errno: null": (reproduced, event("register", errno=None), "unmet", CONTRADICTED),
+    "errno: null, with keys": (
+        reproduced,
+        event("register", errno=None, lkey=1, rkey=1),
+        "unmet",
+        CONTRADICTED,
+    ),
+    "errno: another": (reproduced, event("register", errno="EINVAL"), "unmet", CONTRADICTED),
+    "errno: a refusal of rights": (reproduced, event("register", errno="EPERM"), "unmet", CONTRADICTED),
+    "errno: a failure that gave a key": (reproduced, event("register", lkey=7), "unmet", CONTRADICTED),
+    "errno: a success that gave none": (by_kernel, event("register", rkey=None), "unmet", CONTRADICTED),
+    "errno: a success called a failure": (
+        by_kernel,
+        event("register", errno="ENOMEM"),
+        "unmet",
+        CONTRADICTED,
+    ),
+    "errno: a moved success called a failure": (
+        moved_out,
+        event("register", errno="ENOMEM", lkey=None, rkey=None),
+        "unmet",
+        CONTRADICTED,
+    ),
+    "errno: the provider succeeded": (reproduced, returned("rxe_reg_user_mr", 1), "unmet", CONTRADICTED),
+    "errno: the provider refused otherwise": (
+        reproduced,
+        returned("rxe_reg_user_mr", -22),
+        "unmet",
+        CONTRADICTED,
+    ),
+    "errno: a success under -ENOMEM": (by_kernel, returned("rxe_reg_user_mr", -12), "unmet", CONTRADICTED),
+    "errno: a success under a refused umem": (
+        by_kernel,
+        returned("__ib_umem_get_va", -12),
+        "unmet",
+        CONTRADICTED,
+    ),
+    "errno: a success under a refused pin": (
+        by_pin,
+        returned("pin_user_pages_fast", -12),
+        "unmet",
+        CONTRADICTED,
+    ),
+    "errno: the umem hides the pin's refusal": (
+        reproduced,
+        returned("__ib_umem_get_va", 1),
+        "unmet",
+        CONTRADICTED,
+    ),
+    "errno: the umem refused otherwise": (
+        reproduced,
+        returned("__ib_umem_get_va", -22),
+        "unmet",
+        CONTRADICTED,
+    ),
+    "errno: the pin refused otherwise than within": (
+        reproduced,
+        returned("__gup_longterm_locked", -14),
+        "unmet",
+        CONTRADICTED,
+    ),
+    # pin
+    "pin: removed": (reproduced, drop("pin"), "unmet", CONTRADICTED),
+    "pin: its life unknown": (
+        reproduced,
+        lambda r: find(r, "register")["pins"][0].update(alive_after=None),
+        "unmet",
+        "pin",
+    ),
+    "pin: dead meanwhile": (
+        reproduced,
+        lambda r: find(r, "register")["pins"][0].update(alive_after=False),
+        "unmet",
+        CONTRADICTED,
+    ),
+    "pin: dead before and alive after": (
+        reproduced,
+        lambda r: find(r, "register")["pins"][0].update(alive_before=False),
+        "unmet",
+        CONTRADICTED,
+    ),
+    "pin: dead from the start": (
+        by_kernel,
+        lambda r: find(r, "register")["pins"][0].update(alive_before=False, alive_after=False),
+        "unmet",
+        CONTRADICTED,
+    ),
+    "pin: not named by the registration": (reproduced, event("register", pins=[]), "unmet", CONTRADICTED),
+    "pin: named though it was not held": (
+        moved_out,
+        event("register", pins=[{"pin": 3, "alive_before": True, "alive_after": True}]),
+        "unmet",
+        CONTRADICTED,
+    ),
+    "pin: called refused": (reproduced, event("pin", errno="ENOMEM"), "unmet", CONTRADICTED),
+    "pin: called none": (reproduced, event("pin", kind="none"), "unmet", CONTRADICTED),
+    "pin: called long-term": (reproduced, event("pin", kind="longterm"), "unmet", CONTRADICTED),
+    "pin: a FOLL_PIN called a FOLL_GET": (reproduced, event("pin", kind="get"), "unmet", CONTRADICTED),
+    "pin: a FOLL_GET called a FOLL_PIN": (by_get, event("pin", kind="pin"), "unmet", CONTRADICTED),
+    "pin: raised no reference": (reproduced, counts("pin", "after", 1), "unmet", CONTRADICTED),
+    "pin: raised one reference": (reproduced, counts("pin", "after", 2), "unmet", CONTRADICTED),
+    "pin: raised them on half of its pages": (
+        reproduced,
+        counts("pin", "after", HALF),
+        "unmet",
+        CONTRADICTED,
+    ),
+    "pin: they stood there before": (reproduced, counts("pin", "before", 1025), "unmet", CONTRADICTED),
+    "pin: a FOLL_GET raised none": (by_get, counts("pin", "after", 1), "unmet", CONTRADICTED),
+    "pin: a FOLL_GET raised 1,024": (by_get, counts("pin", "after", 1025), "unmet", CONTRADICTED),
+    "pin: code of one's own that pins nothing": (
+        own_code,
+        both(counts("pin", "before", 1025), counts("release", "after", 1025)),
+        "unmet",
+        CONTRADICTED,
+    ),
+    "pin: code of one's own that lets a stranger's pin stand": (
+        own_code,
+        counts("release", "after", 1025),
+        "unmet",
+        CONTRADICTED,
+    ),
+    "pin: pages of another buffer's size": (
+        reproduced,
+        pages("pin", "after", pages=9),
+        "unmet",
+        CONTRADICTED,
+    ),
+    # what the pin asked for
+    "flags: FOLL_LONGTERM in its trace": (
+        reproduced,
+        asked("FOLL_WRITE", "FOLL_LONGTERM"),
+        "unmet",
+        CONTRADICTED,
+    ),
+    "flags: own code that asked for FOLL_LONGTERM and stayed": (
+        own_code,
+        asked("FOLL_WRITE", "FOLL_LONGTERM"),
+        "unmet",
+        CONTRADICTED,
+    ),
+    "flags: a long-term pin without": (by_pin, asked("FOLL_WRITE"), "unmet", CONTRADICTED),
+    "flags: by a function of FOLL_GET": (
+        reproduced,
+        asked("FOLL_WRITE", fn="get_user_pages_fast"),
+        "unmet",
+        CONTRADICTED,
+    ),
+    "flags: a FOLL_GET by a function of pins": (
+        by_get,
+        asked(fn="pin_user_pages_fast"),
+        "unmet",
+        CONTRADICTED,
+    ),
+    "flags: the kernel refused it": (reproduced, asked("FOLL_WRITE", ret=-14), "unmet", CONTRADICTED),
+    "flags: no call at all": (
+        reproduced,
+        without_events("pin_user_pages_remote", kind="pin"),
+        "unmet",
+        CONTRADICTED,
+    ),
+    # placement
+    "placement: removed": (reproduced, event("register", before=None), "unmet", "placement"),
+    "placement: unknown": (
+        reproduced,
+        pages("register", "before", place=[[0, 8, "unknown"]]),
+        "unmet",
+        "placement",
+    ),
+    "placement: ordinary before, unpinnable after": (
+        reproduced,
+        pages("register", "before", place=[[0, 8, "ordinary"]]),
+        "unmet",
+        CONTRADICTED,
+    ),
+    "placement: ordinary all along, and migrated": (
+        reproduced,
+        both(
+            pages("register", "before", place=[[0, 8, "ordinary"]]),
+            pages("register", "after", place=[[0, 8, "ordinary"]]),
+        ),
+        "unmet",
+        CONTRADICTED,
+    ),
+    "placement: another zone for one frame": (
+        by_kernel,
+        pages("register", "after", place=[[0, 8, "movable-zone"]]),
+        "unmet",
+        CONTRADICTED,
+    ),
+    "placement: places without frames": (
+        reproduced,
+        pages("register", "before", pfn=[]),
+        "unmet",
+        CONTRADICTED,
+    ),
+    "placement: frames called absent": (
+        by_kernel,
+        pages("register", "after", place=[[0, 8, "absent"]]),
+        "unmet",
+        CONTRADICTED,
+    ),
+    "placement: none on the node, and in CMA": (
+        by_placement,
+        both(
+            pages("register", "before", place=[[0, 8, "cma"]]),
+            pages("register", "after", place=[[0, 8, "cma"]]),
+        ),
+        "unmet",
+        CONTRADICTED,
+    ),
+    "placement: a map without unpinnable memory that has CMA blocks": (
+        by_placement,
+        lambda r: r.events[0]["zones"][0]["blocks"].update(CMA=3),
+        "unmet",
+        CONTRADICTED,
+    ),
+    "placement: a map without unpinnable memory that has ranges": (
+        by_placement,
+        lambda r: r.events[0].update(unpinnable_ranges=[[1, 9, "cma"]]),
+        "unmet",
+        CONTRADICTED,
+    ),
+    "placement: a complete map that failed its self-check": (
+        by_placement,
+        lambda r: r.events[0]["selfcheck"].update(passed=False),
+        "unmet",
+        CONTRADICTED,
+    ),
+    "placement: the map removed": (
+        by_placement,
+        lambda r: r.events[0].update(complete=False),
+        "unmet",
+        "placement",
+    ),
+    "placement: a map that has nothing": (
+        reproduced,
+        lambda r: r.events[0].update(has_unpinnable=False, unpinnable_ranges=[]),
+        "unmet",
+        CONTRADICTED,
+    ),
+    # order
+    "order: a success under the same pin": (
+        reproduced,
+        succeeded_first,
+        "other-failure",
+        "order",
+    ),
+    "order: its evidence contradicted": (
+        reproduced,
+        repeat("register", errno=None, lkey=2, rkey=2),
+        "unmet",
+        CONTRADICTED,
+    ),
+    "order: the clock runs backwards": (reproduced, backwards, "unmet", CONTRADICTED),
+    "order: a line in another place": (reproduced, shuffled, "unmet", CONTRADICTED),
+    # movement
+    "movement: removed": (reproduced, event("register", after=None), "unmet", "movement"),
+    "movement: the pinned pages moved": (
+        reproduced,
+        event("register", after=state(OUT, 1025)),
+        "unmet",
+        CONTRADICTED,
+    ),
+    "movement: one of them moved": (
+        reproduced,
+        event("register", after=state([*CMA[:7], 5007], 1025)),
+        "unmet",
+        CONTRADICTED,
+    ),
+    "movement: an unpinned page stayed": (
+        one_of_eight,
+        event("register", after=state([*OUT[:3], CMA[3], *OUT[4:7], CMA[7]], [1, 1, 1, 1025, 1, 1, 1, 1])),
+        "unmet",
+        CONTRADICTED,
+    ),
+    "movement: more counted than moved": (reproduced, tracepoint(nr_succeeded=8), "unmet", CONTRADICTED),
+    "movement: moved, and none counted": (moved_out, tracepoint(nr_succeeded=0), "unmet", CONTRADICTED),
+    "movement: counted, and none moved": (
+        by_kernel,
+        lambda r: find(r, "register")["trace"]["events"].extend(build.migration(8, 0, 0)),
+        "unmet",
+        CONTRADICTED,
+    ),
+    "movement: moved, and no migration in sight": (
+        moved_out,
+        without_events("migrate_pages", "mm_migrate_pages"),
+        "unmet",
+        CONTRADICTED,
+    ),
+    "movement: the pin moved its pages, and none migrated": (
+        by_pin,
+        without_events("migrate_pages", "mm_migrate_pages", kind="pin"),
+        "unmet",
+        CONTRADICTED,
+    ),
+    "movement: the pin's pages migrated, and none moved": (
+        by_kernel,
+        lambda r: find(r, "pin")["trace"]["events"].extend(build.migration(8, 0, 0)),
+        "unmet",
+        CONTRADICTED,
+    ),
+    "movement: the second try moved nothing": (
+        reproduced,
+        event("register", 1, after=state(CMA, 1025)),
+        "unmet",
+        CONTRADICTED,
+    ),
+    # references
+    "references: removed before": (reproduced, counts("register", "before", None), "unmet", "references"),
+    "references: removed after": (reproduced, counts("register", "after", None), "unmet", "references"),
+    "references: none under a living pin": (
+        reproduced,
+        counts("register", "after", 1),
+        "unmet",
+        CONTRADICTED,
+    ),
+    "references: none before, under a living pin": (
+        reproduced,
+        counts("register", "before", 1),
+        "unmet",
+        CONTRADICTED,
+    ),
+    "references: none of a FOLL_GET": (by_get, counts("register", "after", 1), "unmet", CONTRADICTED),
+    "references: a failure that pinned": (
+        reproduced,
+        counts("register", "after", OTHERS_PIN),
+        "unmet",
+        CONTRADICTED,
+    ),
+    "references: somebody else's": (
+        reproduced,
+        both(counts("register", "before", OTHERS_PIN), counts("register", "after", OTHERS_PIN)),
+        "other-failure",
+        "references",
+    ),
+    "references: a success that pinned nothing": (
+        by_kernel,
+        counts("register", "after", 1025),
+        "unmet",
+        CONTRADICTED,
+    ),
+    "references: an on-demand MR": (by_kernel, ODP, "unmet", CONTRADICTED),
+    "references: a success that pinned half": (
+        by_kernel,
+        counts("register", "after", [[0, 4, 2049], [4, 4, 1025]]),
+        "unmet",
+        CONTRADICTED,
+    ),
+    "references: a pin that nobody saw": (
+        by_kernel,
+        without_events("pin_user_pages_fast"),
+        "unmet",
+        CONTRADICTED,
+    ),
+    "references: moved pages without": (moved_out, counts("register", "after", 1), "unmet", CONTRADICTED),
+    "references: of a FOLL_LONGTERM pin removed": (
+        by_pin,
+        counts("pin", "after", None),
+        "unmet",
+        "pin contract",
+    ),
+    "references: of a FOLL_LONGTERM pin, none": (by_pin, counts("pin", "after", 1), "unmet", CONTRADICTED),
+    "references: mappings that explain them": (
+        reproduced,
+        pages("register", "after", mapcount=[[0, 8, 1025]]),
+        "unmet",
+        CONTRADICTED,
+    ),
+    # trace
+    "trace: removed": (reproduced, event("register", trace=None), "unmet", "trace"),
+    "trace: spoiled": (reproduced, trace(status="spoiled", why="overrun"), "unmet", "trace"),
+    "trace: unavailable where others are": (
+        reproduced,
+        event("register", trace={"status": "unavailable", "why": "no tracefs"}),
+        "unmet",
+        CONTRADICTED,
+    ),
+    "trace: of all registrations unavailable, those of pins are there": (
+        reproduced,
+        lambda r: [
+            item.update(trace={"status": "unavailable", "why": "no tracefs"})
+            for item in r.events
+            if item["event"] == "register"
+        ],
+        "unmet",
+        CONTRADICTED,
+    ),
+    "trace: left 3 where 8 stayed": (
+        reproduced,
+        both(returned("migrate_pages", 3), tracepoint(nr_failed=3)),
+        "unmet",
+        CONTRADICTED,
+    ),
+    "trace: left 9 where 8 stayed": (
+        reproduced,
+        both(returned("migrate_pages", 9), tracepoint(nr_failed=9)),
+        "unmet",
+        CONTRADICTED,
+    ),
+    "trace: left another count than its tracepoint": (
+        reproduced,
+        returned("migrate_pages", 7),
+        "unmet",
+        CONTRADICTED,
+    ),
+    "trace: moved all, and its tracepoint counts failures": (
+        reproduced,
+        returned("migrate_pages", 0),
+        "unmet",
+        CONTRADICTED,
+    ),
+    "trace: a tree that no event bears out": (
+        reproduced,
+        returned("migrate_pages", 3, tree=False),
+        "unmet",
+        CONTRADICTED,
+    ),
+    "trace: migrate_pages hidden though probed": (
+        reproduced,
+        both(
+            without_events("migrate_pages", "mm_migrate_pages"),
+            trace(
+                missing=[{"fn": fn, "why": "inlined"} for fn in ("migrate_pages", "migrate:mm_migrate_pages")]
+            ),
+        ),
+        "unmet",
+        CONTRADICTED,
+    ),
+    "trace: hidden here and probed in the other calls": (
+        reproduced,
+        both(
+            without_events("migrate_pages", "mm_migrate_pages"),
+            trace(
+                missing=[
+                    {"fn": fn, "why": "inlined"} for fn in ("migrate_pages", "migrate:mm_migrate_pages")
+                ],
+                probed=[name for name in PROBED if name != "migrate_pages"],
+            ),
+        ),
+        "unmet",
+        CONTRADICTED,
+    ),
+    "trace: hidden and seen": (
+        reproduced,
+        trace(missing=[{"fn": "migrate_pages", "why": "inlined"}], probed=["rxe_reg_user_mr"]),
+        "unmet",
+        CONTRADICTED,
+    ),
+    "trace: seen and not probed": (
+        reproduced,
+        trace(probed=[name for name in PROBED if name != "rxe_reg_user_mr"]),
+        "unmet",
+        CONTRADICTED,
+    ),
+    "trace: that of the next call": (reproduced, swapped, "unmet", CONTRADICTED),
+    "trace: of other addresses": (
+        reproduced,
+        lambda r: [
+            item["args"].update(start=ADDRESS + (1 << 30))
+            for item in find(r, "register")["trace"]["events"]
+            if item.get("fn") == "pin_user_pages_fast"
+        ],
+        "unmet",
+        CONTRADICTED,
+    ),
+    "trace: a registration without FOLL_LONGTERM": (
+        by_kernel,
+        lambda r: find(r, "register")["trace"]["events"][0]["args"].update(flags=["FOLL_WRITE"]),
+        "unmet",
+        CONTRADICTED,
+    ),
+    "trace: fewer pages pinned than registered": (
+        by_kernel,
+        returned("pin_user_pages_fast", 5),
+        "unmet",
+        CONTRADICTED,
+    ),
+    "trace: of io_uring for a verb": (
+        by_kernel,
+        lambda r: find(r, "register")["trace"]["events"][-1].update(fn="io_sqe_buffers_register", ret=0),
+        "unmet",
+        CONTRADICTED,
+    ),
+    "trace: of a verb for io_uring": (
+        by_kernel,
+        event("register", verb="io_uring_register_buffers", device="io_uring"),
+        "unmet",
+        CONTRADICTED,
+    ),
+    # release
+    "release: removed": (reproduced, drop("release"), "unmet", CONTRADICTED),
+    "release: the second try removed": (reproduced, drop("register", 1), "unmet", "release"),
+    "release: the second try called a failure": (
+        reproduced,
+        event("register", 1, errno="ENOMEM"),
+        "unmet",
+        CONTRADICTED,
+    ),
+    "release: changed bytes": (reproduced, event("release", checksum_after=8), "unmet", CONTRADICTED),
+    "release: changed bytes of a success": (
+        by_kernel,
+        event("release", checksum_after=8),
+        "unmet",
+        CONTRADICTED,
+    ),
+    "release: of a dead pin": (reproduced, event("release", was_alive=False), "unmet", CONTRADICTED),
+    "release: of a dead pin of a success": (by_pin, event("release", was_alive=False), "unmet", CONTRADICTED),
+    "release: let nothing go": (reproduced, counts("release", "after", 1025), "unmet", CONTRADICTED),
+    "release: let nothing go, of a success": (
+        by_kernel,
+        counts("release", "after", 2049),
+        "unmet",
+        CONTRADICTED,
+    ),
+    "release: refused": (reproduced, event("release", errno="EBADF"), "unmet", "release"),
+    "release: an MR deregistered that failed": (
+        reproduced,
+        event("deregister", registration=1),
+        "unmet",
+        CONTRADICTED,
+    ),
+    # record
+    "record: a registration twice": (reproduced, repeat("register"), "unmet", CONTRADICTED),
+    "record: a registration twice, of a success": (by_kernel, repeat("register"), "unmet", CONTRADICTED),
+    "record: a release twice": (reproduced, repeat("release"), "unmet", "record"),
+    "record: a pin twice": (reproduced, repeat("pin"), "unmet", "record"),
+    "record: a buffer freed twice": (reproduced, repeat("free"), "unmet", CONTRADICTED),
+    "record: an MR deregistered twice": (reproduced, repeat("deregister"), "unmet", CONTRADICTED),
+    "record: an unknown MR deregistered": (
+        reproduced,
+        event("deregister", registration=9),
+        "unmet",
+        CONTRADICTED,
+    ),
+    "record: an event is missing": (
+        reproduced,
+        lambda r: r.events.remove(find(r, "free")),
+        "unmet",
+        "record",
+    ),
+    "record: the buffer was freed before": (reproduced, misplaced, "unmet", CONTRADICTED),
+    # control
+    "control: removed": (reproduced, without_pass("no-pin"), "unmet", "control"),
+    "control: failed": (
+        reproduced,
+        event("register", control="no-pin", errno="ENOMEM", lkey=None, rkey=None),
+        "unmet",
+        "control",
+    ),
+    "control: contradicts itself": (
+        reproduced,
+        counts("register", "after", 1, control="no-pin"),
+        "unmet",
+        "control",
+    ),
+    "control: its success hides a refusal": (
+        reproduced,
+        lambda r: find(r, "register", 0, "no-pin")["trace"]["events"][-1].update(ret=-12),
+        "unmet",
+        "control",
+    ),
+    "control: a long-term pin without FOLL_LONGTERM": (
+        reproduced,
+        lambda r: find(r, "pin", 0, "ordinary-memory")["trace"]["events"][0]["args"].update(
+            flags=["FOLL_LONGTERM"]
+        ),
+        "unmet",
+        "control",
+    ),
+    "control: its release changed bytes": (
+        reproduced,
+        event("release", control="ordinary-memory", checksum_after=8),
+        "unmet",
+        "control",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_turned_evidence_decides_nothing(name: str) -> None:
+    make, edit, due, check = TABLE[name]
+    record = make()
+    edit(record)
+    verdicts = judge_record(record)
+    item = verdicts["verdicts"][0]
+    assert item["verdict"] == due, item["reason"]
+    assert exit_code(verdicts) == (11 if due == "other-failure" else 125)
+    failing = {entry["name"] for entry in item["checks"] if entry["state"] != "ok"}
+    failing |= {entry["need"] for entry in item["unmet"]}
+    assert not check or check in failing, failing
+    if check == CONTRADICTED:
+        assert "contradicts itself" in item["reason"]
+        assert CONTRADICTED in {entry["need"] for entry in item["unmet"]}
+        assert "contradicted" in {entry["state"] for entry in item["checks"] if entry["name"] == CONTRADICTED}
