@@ -203,6 +203,26 @@ def test_only_the_driver_s_own_pin_is_the_driver_s(node: Any, trace: Any, owner:
     assert found["evidence"]["pins"]["value"][0]["owner"] == owner
 
 
+@pytest.mark.parametrize(
+    ("owner", "node", "due"),
+    [
+        ("cuda", {"nvidia_driver": "535.54.03"}, "cuda"),
+        ("cuda", {"nvidia_driver": None}, "unknown"),
+        ("own-code", {}, "own-code"),
+        ("standin:longterm", {}, "standin:longterm"),
+    ],
+)
+def test_a_refused_pin_is_of_the_call_that_was_refused(owner: str, node: Any, due: str) -> None:
+    builder = Builder(**node)
+    builder.memory_map()
+    builder.begin()
+    builder.buffer(state(CMA))
+    builder.pin(state(CMA), state(CMA), errno="ENOMEM", owner=owner, trace=build.trace())
+    builder.end()
+    found = first(builder.done())
+    assert (found["verdict"], found["pin_owner"], found["errno"]) == ("other-failure", due, "ENOMEM")
+
+
 @pytest.mark.parametrize("kind", ["pin", "get"])
 def test_a_function_that_pins_nothing_is_not_blamed_for_a_stranger_s_pin(kind: str) -> None:
     record = build.reproduced_record() if kind == "pin" else build.get_record()
