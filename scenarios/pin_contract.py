@@ -6,7 +6,7 @@ from regrepro.stage import own_pin
 
 @scenario(
     shows="sections 9 and 20: a pin that asks for FOLL_LONGTERM moves unpinnable pages out; any other leaves "
-    "them where they are. The pages themselves tell, no trace is needed",
+    "them where they are. The pages themselves tell; of a driver's own call the trace tells which pin stands",
     needs=("root", "unpinnable", "registrar", "io-uring"),
     expects={
         # What a driver's pin asks for is the question: both are an answer. Before 5.13 a page that would not

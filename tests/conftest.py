@@ -17,6 +17,8 @@ for number, action in ((signal.SIGINT, signal.default_int_handler), (signal.SIGH
 
 REQUIRED = bool(os.environ.get("REGREPRO_REQUIRE_LAB"))
 LAB = Path(__file__).parent / "lab"
+# Attacks on the verdicts are scenarios for `regrepro lab run`, and root's business.
+collect_ignore = ["attacks"]
 
 
 @pytest.hookimpl(hookwrapper=True)

@@ -110,7 +110,7 @@ def pin_contract(buffer: Buffer, pin: Pin) -> Contract:
     if was - moved:
         return Contract("unknown", f"page {was - moved} did not move, others did")
     if moved - after.placed("ordinary"):
-        return Contract("unknown", "its pages moved, but not provably out of unpinnable memory")
+        return Contract("unknown", "its pages did not provably leave unpinnable memory")
     shared = before.shared & moved
     if shared and not buffer.shared_mapping:
         return Contract(
@@ -127,7 +127,8 @@ def pin_contract(buffer: Buffer, pin: Pin) -> Contract:
     if before.moved(after) - pin.spans:
         return Contract("unknown", "pages that were not pinned moved as well", moved)
     if _asked_short(pin):
-        return Contract("unknown", "its pages moved, but the kernel saw it ask for no FOLL_LONGTERM", moved)
+        why = "the kernel saw a pin taken without FOLL_LONGTERM as well"
+        return Contract("unknown", why, moved, "let it pin once")
     unsure = _which_pin_stands(buffer, pin, moved)
     if unsure:
         return Contract("unknown", unsure, moved, _TRACE_IT)

@@ -23,13 +23,12 @@ _BY_CALLER = (("process_vm_rw", "process-vm"), ("io_pin_pages", "io-uring"), ("i
 
 def owner_of(facts: Facts, buffer: Buffer, pin: Pin) -> str:
     """Name who holds a pin; `unknown` where the record does not bear out whose call it was."""
-    if pin.kind == "none":
+    if pin.owner not in UNASKED:
         return pin.owner
+    refused = pin.errno is not None  # nothing was taken: whose call it was is all that there is
     if pin.owner == "own-code":
-        return pin.owner if pin.spans & taken(buffer, pin) else UNKNOWN
-    if pin.owner != "cuda":
-        return pin.owner
-    if pin.trace.complete:
+        return pin.owner if refused or pin.spans & taken(buffer, pin) else UNKNOWN
+    if pin.trace.complete and not refused:
         return _of_stack(facts, calls_on(buffer, pin))
     return pin.owner if facts.driver_loaded else UNKNOWN
 

@@ -23,6 +23,7 @@ from regrepro.judge.outcome import (
     unmet,
     unmet_checks,
 )
+from regrepro.judge.owners import owner_of
 from regrepro.judge.rules import CONTRADICTED, OK, Case, Check
 from regrepro.judge.success import judge_success
 from regrepro.judge.watched import CAUGHT, judge_watched
@@ -104,7 +105,8 @@ def _findings(facts: Facts, main: Pass, others: Mapping[str | None, Pass]) -> li
         if pin.errno is not None:
             layer = classify_pin(facts, main, pin)
             reason = f"the pin itself failed with {pin.errno} ({layer.name}: {layer.why})"
-            verdict = Verdict(OTHER_FAILURE, reason, layer=layer, errno=pin.errno)
+            owner = owner_of(facts, main.buffers[pin.buffer], pin)
+            verdict = Verdict(OTHER_FAILURE, reason, layer=layer, errno=pin.errno, pin_owner=owner)
             found.append(Finding(verdict, None, frozenset({pin.seq})))
     found += [_failed(facts, main, item, others) for item in _failures(main)]
     found += _failed_transfers(main)
