@@ -236,8 +236,7 @@ def _within(run: Pass, registration: Registration) -> Iterator[Flaw]:
     and a provider fails with it. Memory of a GPU may be had by another way (a peer-memory client).
     """
     trace, who = registration.trace, _of(registration)
-    buffer = run.buffers.get(registration.buffer)
-    if buffer is not None and buffer.on_gpu:
+    if _on_gpu(run, registration):
         return
     gup, umem, driver = trace.of(fn.GUP), trace.of(fn.UMEM), trace.driver()
     if registration.succeeded:
@@ -306,8 +305,15 @@ def _requests(facts: Facts, run: Pass) -> Iterator[Flaw]:
         if any(not first <= start < first + pages * size for start in starts):
             yield Flaw("the trace shows a pin of other addresses than those that were registered", who)
         pinned = sum(max(call["ret"], 0) for call in calls)
-        if registration.succeeded and len(calls) == len(trace.of(fn.GUP)) and pinned != pages:
+        whole = len(calls) == len(trace.of(fn.GUP)) and not _on_gpu(run, registration)
+        if registration.succeeded and whole and pinned != pages:
             yield Flaw(f"{pages} pages were registered, and the trace shows {pinned} pinned", who)
+
+
+def _on_gpu(run: Pass, registration: Registration) -> bool:
+    """Whether the range is a GPU's own memory, which a peer-memory client may have where the pin failed."""
+    buffer = run.buffers.get(registration.buffer)
+    return buffer is not None and buffer.on_gpu
 
 
 def _pages(facts: Facts, registration: Registration) -> int | None:
