@@ -148,6 +148,7 @@ _PROGRAMS = (
 _COMMANDS = (
     re.compile(r"(?m)((?:[Kk]ernel )?[Cc]ommand line: )(\S.*)$"),
     re.compile(r"(?m)^([ \t]*)(BOOT_IMAGE=\S.*)$"),
+    re.compile(r"([Cc]ommand line parameters \")([^\"\n]+)"),
     re.compile(r"(?m)(Process ID\s*:\s*\d+\s*\n\s*Type\s*:\s*\S+\s*\n\s*Name\s*:\s*)(\S.*)$"),
     re.compile(r"(?m)^(\|\s+\d+\s+\S+\s+\S+\s+\d+\s+[CGM+]+\s+)(\S.*?)(?=\s+\d+MiB \|)"),
 )
@@ -166,6 +167,7 @@ _SYMBOL_KEYS = frozenset(
 )  # fmt: skip
 _SYMBOL = re.compile(r"_*[a-z][a-z0-9]*(?:_[a-z0-9]+)+(?:\.(?:isra|constprop|part|cold|llvm)(?:\.\d+)?)*")
 _KERNEL = re.compile(r"\d+\.\d+[\w.+~-]*")  # uname -r
+_KERNEL_WORDS = ("debian", "preempt_dynamic", "reclaimable", "highatomic", "entry_syscall_64_after_hwframe")
 _TIME = re.compile(r"\d{4}-\d\d-\d\d(?:T[\d:.]+(?:Z|[+-][\d:]+)?)?")
 _WORD = re.compile(r"\w+")
 # What is no name of anybody's: numbers and sizes, addresses, flags and errors by their prefix, RDMA devices
@@ -173,10 +175,13 @@ _WORD = re.compile(r"\w+")
 _HARMLESS = re.compile(
     r"\w{1,2}|\d+|\d+(?:[KMGTkmgt]?i?[Bb]?|[KMGT]|ms|us|ns|[smhx]|th|st|nd|rd)|0x[0-9a-f]+|(?=\D*\d)[0-9a-f]{1,16}|"
     r"(?:FOLL|GFP|__GFP|MIGRATE|MR|CAP|CONFIG|CUDA|CU|NV|NVRM|IBV|IB|VM|PG|NCCL|RDMA)_[A-Z0-9_]+|cu(?:da)?[A-Z]\w{1,60}|"
+    r"bpo\d+|deb\d+u?\d*|tty[A-Z]*\d+|lib(?:ibverbs|cuda|cudart|nccl|rdmacm|mlx[45]|rxe|c|m|dl)|rdmav\d+|SIG[A-Z]{2,5}|"
     r"(?:mlx[45]|rxe|siw|bnxt_re|efa|irdma|hfi1|qedr|hns|erdma|mana)_?\d*|(?:roce|ib)[opsx][0-9a-fopsvdnx]*|"
     r"(?:A|B|H|L|P|T|V|GA|GB|GH|GTX|RTX|MT|CX)\d{1,4}[A-Z]?|v\d+"
 )
 _ASSIGNED = re.compile(r"(?<![\w.-])([\w.-]+)=([^\s,;\"')\]]+)")
+
+_SECRET = re.compile(r"(?i)([\w.-]*(?:passw|passphrase|secret|token|credential)[\w.-]*[=:] ?)([^\s,;\"']+)")
 
 # Of a process that `watch` followed (docs/record.md). Names of programs that many have are not private.
 _PROGRAM = re.compile(
@@ -223,6 +228,9 @@ class Redactor:
         for pattern in _USER:
             for found in pattern.finditer(text):
                 self._learn("user", found[1])
+        for pattern in _COMMANDS:
+            for found in pattern.finditer(text):
+                self._learn_command(found[2])
         for pattern in _PROGRAMS:
             for found in pattern.finditer(text):
                 if not _PROGRAM.fullmatch(found[1]):
@@ -236,7 +244,7 @@ class Redactor:
         """Note the names in a JSON value: those under a key that is a label, and those within its texts."""
         if isinstance(value, Mapping):
             for name, item in value.items():
-                if key in _SYMBOL_KEYS and _SYMBOL.fullmatch(str(name)):
+                if (key in _SYMBOL_KEYS or key == "fields") and _SYMBOL.fullmatch(str(name)):
                     self._symbols.add(str(name))
                 self.learn_json(item, _label(value, str(name)))
         elif isinstance(value, list):
@@ -244,15 +252,23 @@ class Redactor:
                 self.learn_json(item, key)
         elif isinstance(value, str):
             if key in _SYMBOL_KEYS:
-                self._symbols.update(
-                    word for word in re.split(r"[\s+\[\]]+", value) if _SYMBOL.fullmatch(word)
-                )
+                names = (name for name in re.split(r"[\s+\[\]]+", value) if _SYMBOL.fullmatch(name))
+                self._symbols.update(name.partition(".")[0] for name in names)
+            if key in _COMMAND_KEYS:
+                self._learn_command(value)
             if key in _HOST_KEYS or (key == "MASTER_ADDR" and value.strip("[]") not in ("127.0.0.1", "::1")):
                 self._learn_host(value)
             elif key == "SLURM_JOB_NAME" and not _PROGRAM.fullmatch(value):
                 self._learn("job", value)
             else:
                 self.learn_text(f"{key}: {value}")
+
+    def _learn_command(self, line: str) -> None:
+        """What a private argument says may stand elsewhere, too."""
+        for word in line.split():
+            value = word.partition("=")[2]
+            if value and not _BOOT.fullmatch(word) and value.lower() not in vocabulary():
+                self._learn("value", value)
 
     def _learn_host(self, name: str) -> None:
         name = name.strip(".")
@@ -391,6 +407,7 @@ class Redactor:
     def _all(self, text: str) -> str:
         for pattern in _COMMANDS:
             text = pattern.sub(lambda found: found[1] + self._command(found[2]), text)
+        text = _SECRET.sub(lambda found: found[1] + self._put("value", found[2]), text)
         text = _HOME.sub(self._home, text)
         text = self._sub(_MAIL, "mail", text)
         text = self._sub(_UUID, "uuid", text)
@@ -506,7 +523,7 @@ def vocabulary() -> frozenset[str]:
     """
     package = Path(str(resources.files("regrepro")))
     files = [file for kind in ("*.py", "*.json", "*.in") for file in package.rglob(kind)]
-    words = {"debian", "dynamic", *calendar.month_abbr, *calendar.day_abbr, *errno.errorcode.values()}
+    words = {*_KERNEL_WORDS, *calendar.month_abbr, *calendar.day_abbr, *errno.errorcode.values()}
     for text in (
         *(file.read_text(encoding="utf-8") for file in (*files, *shipped_files())),
         *_system_texts(),
