@@ -88,6 +88,8 @@ class Registration:
     pages_unknown: str = ""
     deregistered: int | None = None
     watched: Mapping[str, Any] = field(default_factory=dict)
+    mappings: tuple[str, ...] | None = None
+    refuses_writable_files: bool | None = None
 
     @property
     def succeeded(self) -> bool:
@@ -526,8 +528,18 @@ def _register(current: Pass, facts: Facts, seq: int, event: Mapping[str, Any]) -
             limits,
             _text(event.get("pages_unknown")),
             watched={key: event[key] for key in ("stuck", "plain_pins") if key in event},
+            mappings=_mappings(event),
+            refuses_writable_files=_flag(event.get("refuses_writable_files")),
         )
     )
+
+
+def _mappings(event: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """Lines of /proc/self/maps at the time of the call; None where the event has none."""
+    told, line = event.get("mappings"), event.get("vma")
+    if isinstance(told, list):
+        return tuple(item for item in told if isinstance(item, str))
+    return (line,) if isinstance(line, str) else None
 
 
 def _release(current: Pass, facts: Facts, seq: int, event: Mapping[str, Any]) -> None:

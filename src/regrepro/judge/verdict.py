@@ -10,7 +10,14 @@ from regrepro.errors import EXIT_DECIDED, EXIT_OTHER_FAILURE, EXIT_REPRODUCED, E
 from regrepro.judge import rules
 from regrepro.judge.declared import as_declared, declared
 from regrepro.judge.facts import Facts, Pass, Pin, RecordLike, Registration, collect
-from regrepro.judge.layers import Layer, blocked_in_device, classify, classify_pin, memory_cgroup
+from regrepro.judge.layers import (
+    MOVE_REFUSED,
+    Layer,
+    blocked_in_device,
+    classify,
+    classify_pin,
+    memory_cgroup,
+)
 from regrepro.judge.rules import CONTRADICTED, Case, Check, Contract, pin_contract
 from regrepro.judge.spans import Spans
 from regrepro.judge.watched import CAUGHT, judge_watched
@@ -261,9 +268,7 @@ def _decide_failure(
     missing += _control_checks(controls)
     if missing:
         return _unmet_checks(missing), controls
-    found = Layer(
-        "page-migration", "the pinned pages would not move", "observed", "__migrate_folio, mm/migrate.c"
-    )
+    found = Layer("page-migration", "the pinned pages would not move", "observed", MOVE_REFUSED)
     return Verdict(REPRODUCED, _reproduced_because(case), layer=found, checks=checks), controls
 
 
@@ -498,6 +503,11 @@ def _kernel_allowed(case: Case) -> str:
     later = [pin for pin in case.run.pins.values() if pin.errno is None and pin.seq > registration.seq]
     if not case.held:
         when = "before any pin was taken" if later else "while no pin held them"
+        copied = case.unpinnable & registration.before.copied(registration.after, case.buffer.backing)
+        if copied:
+            return (
+                f"{_pages(copied.total)} shared with KSM or another process were copied, not migrated, {when}"
+            )
         if moved:
             return f"the kernel moved {_pages(moved.total)} out of unpinnable memory {when}"
         return f"this kernel pinned {_pages(count)} in place, in unpinnable memory, {when}"

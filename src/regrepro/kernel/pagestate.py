@@ -43,7 +43,7 @@ STATE_NAMES = {
 
 # Bits of /proc/kpageflags (include/uapi/linux/kernel-page-flags.h, include/linux/kernel-page-flags.h).
 KPF_SWAPCACHE, KPF_ANON, KPF_COMPOUND_HEAD, KPF_COMPOUND_TAIL, KPF_HUGE = 13, 12, 15, 16, 17
-KPF_NOPAGE, KPF_THP, KPF_ZERO_PAGE = 20, 22, 24
+KPF_NOPAGE, KPF_KSM, KPF_THP, KPF_ZERO_PAGE = 20, 21, 22, 24
 KPF_RESERVED, KPF_PRIVATE, KPF_PRIVATE_2 = 32, 35, 36
 
 GUP_PIN_COUNTING_BIAS = (
@@ -164,10 +164,11 @@ class PageState:
         pages in none.
         """
         code = self.state.astype(np.int64)
-        for bit, trait in ((8, self.large), (16, self.file), (32, self.exclusive)):
+        ksm = None if self.flags is None else (self.flags & np.uint64(1 << KPF_KSM)) != 0
+        for bit, trait in ((8, self.large), (16, self.file), (32, self.exclusive), (64, ksm)):
             if trait is not None:
                 code |= np.where(trait, bit, 0)
-        # Which of the three is known is the same for all pages.
+        # Which of them is known is the same for all pages.
         answer: list[list[Any]] = []
         for i, n, value in runs(code).tolist():
             state = value & 7
@@ -181,6 +182,8 @@ class PageState:
                     words.append("exclusive" if value & 32 else "shared")
                 if self.large is not None and value & 8:
                     words.append("large")
+                if value & 64:
+                    words.append("ksm")
             answer.append([i, n, " ".join(words)])
         return answer
 
