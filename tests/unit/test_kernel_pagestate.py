@@ -182,6 +182,13 @@ def test_the_record_is_run_length_encoded() -> None:
     assert large.as_record()["pincount"] == [[3, 1, 7]]
 
 
+def test_a_page_that_ksm_merged_is_told() -> None:
+    """KPF_KSM is bit 21 (include/uapi/linux/kernel-page-flags.h); a merged page may be mapped once."""
+    flags = np.array([0, 1 << 21, 1 << 20, 0], dtype=np.uint64)
+    traits = made(flags=flags, file=np.zeros(4, dtype=bool)).as_record()["traits"]
+    assert traits == [[0, 1, "anonymous"], [1, 1, "anonymous ksm"], [2, 2, "anonymous"]]
+
+
 def test_references_above_the_baseline() -> None:
     state = made(refcount=np.array([1, 1026, 2, 1]), baseline=np.array([1, 1, -1, 2]))
     found = state.references_above_baseline()
