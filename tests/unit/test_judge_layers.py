@@ -147,6 +147,27 @@ FILES: dict[str, tuple[Record, tuple[str, str]]] = {
         failed("EOPNOTSUPP", {"status": "off", "why": "off"}, buffer=FILE),
         UNDECIDED,
     ),
+    "io_uring pins for writing": (
+        failed("EFAULT", stopped_at(0), buffer=FILE, access=[], verb="io_uring_register_buffers"),
+        REFUSED,
+    ),
+    "io_uring's own refusal of a file": (
+        failed(
+            "EOPNOTSUPP",
+            returns(("pin_user_pages", 8), ("io_pin_pages", -95), ("io_sqe_buffers_register", -95)),
+            buffer=FILE,
+            verb="io_uring_register_buffers",
+        ),
+        ("longterm-refused", "inferred"),
+    ),
+    "io_uring refuses what is no file": (
+        failed(
+            "EOPNOTSUPP",
+            returns(("pin_user_pages", 8), ("io_sqe_buffers_register", -95)),
+            verb="io_uring_register_buffers",
+        ),
+        UNDECIDED,
+    ),
     "a BAR behind anonymous memory": (
         failed(
             "EFAULT",

@@ -158,6 +158,8 @@ class Call:
         """
         if self.trace.stop is not None and self.trace.stop.write is not None:
             return self.trace.stop.write
+        if not self.registration.through_umem:
+            return True  # io_pin_pages, io_uring/rsrc.c
         return None if self.registration.access is None else bool(set(self.registration.access) & WRITES)
 
     def page_index(self, address: int) -> int | None:
@@ -437,6 +439,12 @@ def longterm_refused(call: Call) -> Layer | None:
     if reg.errno == "EOPNOTSUPP" and reg.through_umem and trace.failed(fn.GUP) == EOPNOTSUPP:
         why = "the range is of a file in persistent memory (fs-dax), which may not be pinned for long"
         return Layer("longterm-refused", why, "observed", "check_vma_flags, mm/gup.c")
+    if reg.errno == "EOPNOTSUPP" and not reg.through_umem and trace.failed(fn.GUP) is None:
+        vma = _vma(call)
+        if trace.of(fn.GUP) and vma is not None and vma.may_be_written_back:
+            why = "io_uring pinned the range and refuses it, since it is of a file"
+            return Layer("longterm-refused", why, "inferred", "io_pin_pages, io_uring/rsrc.c, before 6.5")
+        return None
     if not _refuses_file(call):
         return None
     how = "observed" if trace.failed(fn.GUP) else "inferred"
@@ -453,7 +461,7 @@ def _refuses_file(call: Call) -> bool | None:
     one that is there, in a mapping that may be written.
     """
     reg, trace = call.registration, call.trace
-    if reg.errno != "EFAULT" or not reg.through_umem or reg.address is None:
+    if reg.errno != "EFAULT" or reg.address is None:
         return False
     if trace.complete and trace.failed(fn.GUP) != EFAULT:
         return False
