@@ -828,3 +828,28 @@ def test_no_missing_piece_turns_into_reproduced(seed: int, partly: bool) -> None
         event["event"],
         key,
     )
+
+
+@pytest.mark.parametrize(
+    ("backing", "maps", "traits", "due"),
+    [
+        ("anonymous", 1, "anonymous exclusive", "the kernel moved 8 pages out of unpinnable memory"),
+        ("anonymous", 8, "anonymous shared", "were copied, not migrated"),
+        ("anonymous", 1, "anonymous exclusive ksm", "were copied, not migrated"),
+        ("memfd", 2, "file shared", "the kernel moved 8 pages out of unpinnable memory"),
+    ],
+)
+def test_pages_that_were_copied_are_not_told_as_migrated(
+    backing: str, maps: int, traits: str, due: str
+) -> None:
+    """KSM's pages, and a forked process', get other frames by copy-on-write (`do_wp_page`, mm/memory.c)."""
+    builder = build.Builder()
+    builder.memory_map()
+    builder.begin("no_pin", contract="none", expects={"none": "not-reproduced"}, controls={"x": "pin=pin"})
+    before = build.state(build.CMA, maps, maps, traits=[[0, 8, traits]])
+    builder.buffer(before, backing=backing)
+    builder.register(before, build.state(build.OUT, 1025))
+    builder.end()
+    verdict = judge_record(builder.done())["verdicts"][0]
+    assert (verdict["verdict"], verdict["basis"]) == ("not-reproduced", "kernel")
+    assert due in verdict["reason"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,6 +47,257 @@ GUP_ENOMEM = returns(("pin_user_pages_fast", -12), ("__ib_umem_get_va", -12), ("
 UMEM_EARLY = returns(("__ib_umem_get_va", -12), ("rxe_reg_user_mr", -12))
 UMEM_REFUSED = returns(("__ib_umem_get_va", -1), ("rxe_reg_user_mr", -1))
 
+
+def stopped_at(
+    page: int, flags: tuple[str, ...] = ("FOLL_WRITE", "FOLL_LONGTERM"), errno: int = -14
+) -> dict[str, Any]:
+    """A trace in which pinning stopped at a page of the buffer."""
+    traced = returns(("pin_user_pages_fast", errno), ("__ib_umem_get_va", errno), ("rxe_reg_user_mr", errno))
+    traced["events"][0]["args"] = {"start": ADDRESS + page * PAGE, "nr_pages": 8 - page, "flags": list(flags)}
+    return traced
+
+
+def line(first: int, end: int, flags: str, path: str = "/data/file") -> str:
+    """A line of /proc/self/maps, of pages of the buffer."""
+    return f"{ADDRESS + first * PAGE:x}-{ADDRESS + end * PAGE:x} {flags} 00000000 08:01 77 {path}"
+
+
+FILE = vma("rw-s", "/data/file") | {"backing": "file"}
+VENDOR = {"kernel": "5.14.0-427.el9.x86_64"}
+OLD = {"kernel": "6.1.0-57-amd64"}
+READ = ("FOLL_LONGTERM",)
+HALF = state([*OUT[:4], 0, 0, 0, 0])
+NONE = state([0] * 8)
+REFUSED, FAULT, UNDECIDED = (
+    ("longterm-refused", "observed"),
+    ("page-fault", "observed"),
+    ("unknown", "missing"),
+)
+FILES: dict[str, tuple[Record, tuple[str, str]]] = {
+    "refused at its first page": (failed("EFAULT", stopped_at(0), buffer=FILE), REFUSED),
+    "no write was asked for": (
+        failed("EFAULT", stopped_at(4, READ), buffer=FILE, before=HALF, access=["REMOTE_READ"]),
+        FAULT,
+    ),
+    "no write was asked for, at the first page": (
+        failed("EFAULT", stopped_at(0, READ), buffer=FILE, before=NONE, access=["REMOTE_READ"]),
+        FAULT,
+    ),
+    "no write was asked for, arguments not recorded": (
+        failed("EFAULT", PIN_FAILED, buffer=FILE, before=HALF, access=["REMOTE_READ"]),
+        FAULT,
+    ),
+    "pages before it were pinned": (failed("EFAULT", stopped_at(4), buffer=FILE, before=HALF), FAULT),
+    "the kernel has no such refusal": (
+        failed("EFAULT", stopped_at(0), buffer=FILE, node=OLD, before=NONE),
+        FAULT,
+    ),
+    "its symbol is not there, whatever the version": (
+        failed("EFAULT", stopped_at(0), buffer=FILE, before=NONE, refuses_writable_files=False),
+        FAULT,
+    ),
+    "its symbol is there, whatever the version": (
+        failed("EFAULT", stopped_at(0), buffer=FILE, before=NONE, node=OLD, refuses_writable_files=True),
+        REFUSED,
+    ),
+    "a vendor's kernel, the page is there": (
+        failed("EFAULT", stopped_at(0), buffer=FILE, node=VENDOR),
+        REFUSED,
+    ),
+    "a vendor's kernel, no page is there": (
+        failed("EFAULT", stopped_at(0), buffer=FILE, node=VENDOR, before=NONE),
+        UNDECIDED,
+    ),
+    "a vendor's kernel without a trace, a page lacks": (
+        failed("EFAULT", {"status": "off", "why": "off"}, buffer=FILE, node=VENDOR, before=HALF),
+        UNDECIDED,
+    ),
+    "nobody knows whether it was to be written": (
+        failed("EFAULT", PIN_FAILED, buffer=FILE, access=None),
+        UNDECIDED,
+    ),
+    "behind anonymous memory": (
+        failed("EFAULT", stopped_at(4), mappings=[line(0, 4, "rw-p", ""), line(4, 8, "rw-s")]),
+        REFUSED,
+    ),
+    "shared memory behind anonymous memory": (
+        failed("EFAULT", stopped_at(4), mappings=[line(0, 4, "rw-p", ""), line(4, 8, "rw-s", "/memfd:x")]),
+        FAULT,
+    ),
+    "half of it without access": (
+        failed(
+            "EFAULT",
+            stopped_at(4, READ),
+            buffer=FILE,
+            mappings=[line(0, 4, "rw-s"), line(4, 8, "---s")],
+            access=["REMOTE_READ"],
+        ),
+        FAULT,
+    ),
+    "a hole in it": (
+        failed("EFAULT", stopped_at(4), buffer=FILE, mappings=[line(0, 4, "rw-s"), line(5, 8, "rw-s")]),
+        FAULT,
+    ),
+    "the mapping was changed after the buffer was made": (
+        failed("EFAULT", stopped_at(0), buffer=FILE, vma=line(0, 8, "r--s")),
+        FAULT,
+    ),
+    "fs-dax, for reading": (
+        failed("EOPNOTSUPP", stopped_at(0, READ, -95), buffer=vma("r--s", "/pmem/f"), access=["REMOTE_READ"]),
+        REFUSED,
+    ),
+    "EOPNOTSUPP on a file without a trace": (
+        failed("EOPNOTSUPP", {"status": "off", "why": "off"}, buffer=FILE),
+        UNDECIDED,
+    ),
+    "io_uring pins for writing": (
+        failed("EFAULT", stopped_at(0), buffer=FILE, access=[], verb="io_uring_register_buffers"),
+        REFUSED,
+    ),
+    "io_uring's own refusal of a file": (
+        failed(
+            "EOPNOTSUPP",
+            returns(("pin_user_pages", 8), ("io_pin_pages", -95), ("io_sqe_buffers_register", -95)),
+            buffer=FILE,
+            verb="io_uring_register_buffers",
+        ),
+        ("longterm-refused", "inferred"),
+    ),
+    "io_uring refuses what is no file": (
+        failed(
+            "EOPNOTSUPP",
+            returns(("pin_user_pages", 8), ("io_sqe_buffers_register", -95)),
+            verb="io_uring_register_buffers",
+        ),
+        UNDECIDED,
+    ),
+    "a BAR behind anonymous memory": (
+        failed(
+            "EFAULT",
+            stopped_at(7),
+            mappings=[
+                line(0, 7, "rw-p", ""),
+                line(7, 8, "rw-s", "/sys/devices/pci0000:00/0000:00:01.0/resource1"),
+            ],
+        ),
+        ("bar-map", "observed"),
+    ),
+    "frames without pages": (
+        failed(
+            "EFAULT",
+            stopped_at(0),
+            buffer=vma("rw-s", "/dev/some"),
+            before=NONE | {"traits": [[0, 8, "special"]]},
+        ),
+        ("bar-map", "observed"),
+    ),
+    "a BAR that the call did not reach": (
+        failed(
+            "EFAULT",
+            stopped_at(3),
+            before=HALF,
+            mappings=[line(0, 3, "rw-p", ""), line(7, 8, "rw-s", "/dev/nvidia0")],
+        ),
+        FAULT,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_layer_where_the_call_stopped(name: str) -> None:
+    """`check_vma_flags` (mm/gup.c) refuses at a mapping's first page; a fault comes at any."""
+    record, due = FILES[name]
+    assert layer(record) == due
+
+
+LIMITED = UNCAPABLE | {"limits": {"memlock_soft": 64 * PAGE, "memlock_hard": None}}
+PINNED = {"limits": {"vmpin": 60 * PAGE, "vmpin_after": 60 * PAGE, "vmlck": 0}}
+MEMLOCK, ROOM = (
+    ("memlock-accounting", "observed"),
+    {"limits": {"vmpin": 0, "vmpin_after": 0, "vmlck": 64 * PAGE}},
+)
+COUNTED: dict[str, tuple[Record, tuple[str, str]]] = {
+    "io_uring or a series pinned before": (failed("ENOMEM", UMEM_EARLY, node=LIMITED, **PINNED), MEMLOCK),
+    "the limit has room": (failed("ENOMEM", UMEM_EARLY, node=LIMITED, **ROOM), UNDECIDED),
+    "with the capability": (
+        failed("ENOMEM", UMEM_EARLY, node={"limits": LIMITED["limits"]}, **PINNED),
+        UNDECIDED,
+    ),
+    "no limit": (
+        failed("ENOMEM", UMEM_EARLY, node=UNCAPABLE | {"limits": {"memlock_soft": None}}, **PINNED),
+        UNDECIDED,
+    ),
+    "the count changed meanwhile": (
+        failed("ENOMEM", UMEM_EARLY, node=LIMITED, limits={"vmpin": 0, "vmpin_after": PAGE}),
+        ("memlock-accounting", "inferred"),
+    ),
+    "not counted, no trace": (failed("ENOMEM", {"status": "off", "why": "off"}, node=LIMITED), UNDECIDED),
+    "not counted, a page was pinned": (
+        failed("ENOMEM", returns(("pin_user_pages_fast", 4), ("__ib_umem_get_va", -12)), node=LIMITED),
+        ("umem-alloc", "inferred"),
+    ),
+    "the umem was never reached": (
+        failed("ENOMEM", returns(("rxe_reg_user_mr", -12)), node=LIMITED, **PINNED),
+        ("mkey", "inferred"),
+    ),
+    "a dma-buf is not counted": (
+        failed("ENOMEM", UMEM_EARLY, node=LIMITED, verb="ibv_reg_dmabuf_mr", **PINNED),
+        UNDECIDED,
+    ),
+    "nor what is mapped on demand": (
+        failed("ENOMEM", {"status": "off", "why": "off"}, node=LIMITED, access=["ON_DEMAND"], **PINNED),
+        UNDECIDED,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_what_counts_against_the_limit(name: str) -> None:
+    """mm->pinned_vm (VmPin) does, mm->locked_vm (VmLck) does not: `__ib_umem_get_va`, core/umem.c."""
+    record, due = COUNTED[name]
+    assert layer(record) == due
+
+
+@pytest.mark.parametrize("errno", ["EOPNOTSUPP", "EINVAL"])
+def test_implicit_on_demand_paging_is_no_overflow(errno: str) -> None:
+    record = failed(errno, address=0, length=2**64 - 1, iova=0, access=["LOCAL_WRITE", "ON_DEMAND"])
+    assert layer(record) == ("arguments", "observed")
+    assert "implicit on-demand paging" in judge_record(record)["verdicts"][0]["reason"]
+
+
+def test_a_refusal_of_the_rdma_core_is_not_blamed_on_access_flags() -> None:
+    """A guest whose DMA is bounced: `__ib_umem_get_va` says EOPNOTSUPP, whatever the flags."""
+    traced = returns(("__ib_umem_get_va", -95), ("rxe_reg_user_mr", -95))
+    assert layer(failed("EOPNOTSUPP", traced)) == UNDECIDED
+
+
+def test_every_family_that_a_rule_reads_is_probed() -> None:
+    """A rule that rests on a function which nothing looks at would never speak, or speak of nothing."""
+    from regrepro.judge import tracefacts
+    from regrepro.kernel.trace_probes import POINTS
+    from regrepro.watch import functions
+
+    probed = {name for point in POINTS for name in point.names} | set(functions.PINS)
+    probed |= {name for names, _, _ in functions.INNER for name in names}
+    read = set()
+    for path in (Path(tracefacts.__file__).parent).glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "fn":
+                read.add(node.attr)
+    families = {name for name in read if isinstance(getattr(tracefacts, name), tuple)}
+    assert {"GUP", "UMEM", "DMA_MAP", "MKEY", "PEER", "DMABUF"} <= families
+    assert [name for name in sorted(families) if not probed.intersection(getattr(tracefacts, name))] == []
+
+
+def test_no_layer_is_observed_by_a_function_that_no_trace_holds() -> None:
+    """What is seen of a page that would not move is the return value of migrate_pages."""
+    from regrepro.judge.layers import MOVE_REFUSED
+
+    assert MOVE_REFUSED.startswith("migrate_pages, mm/migrate.c")
+    verdict = judge_record(build.reproduced_record())["verdicts"][0]
+    assert verdict["evidence"]["layer"]["source"] == MOVE_REFUSED
+
+
 CASES: dict[str, tuple[Record, tuple[str, str]]] = {
     "memlock exceeded": (
         failed(
@@ -71,6 +324,7 @@ CASES: dict[str, tuple[Record, tuple[str, str]]] = {
             "ENOMEM",
             UMEM_EARLY,
             node=UNCAPABLE | {"limits": {"memlock_soft": 64 * PAGE, "memlock_hard": None}},
+            limits={"vmpin": 0, "vmpin_after": 0},
         ),
         ("unknown", "missing"),
     ),
@@ -182,9 +436,21 @@ CASES: dict[str, tuple[Record, tuple[str, str]]] = {
         failed("EIO", returns(("pin_user_pages_fast", 8), ("dma_map_sgtable", -5), ("__ib_umem_get_va", -5))),
         ("dma-map", "observed"),
     ),
-    "the table of pages failed": (
-        failed("ENOMEM", returns(("pin_user_pages_fast", 8), ("sg_alloc_append_table_from_pages", -12))),
-        ("umem-alloc", "observed"),
+    "the table of pages failed after a part": (
+        failed("ENOMEM", returns(("pin_user_pages_fast", 4), ("__ib_umem_get_va", -12))),
+        ("umem-alloc", "inferred"),
+    ),
+    "the table of pages failed after the last part": (
+        failed("ENOMEM", returns(("pin_user_pages_fast", 8), ("__ib_umem_get_va", -12))),
+        ("umem-alloc", "inferred"),
+    ),
+    "the table of pages or the mapping for the device": (
+        failed(
+            "ENOMEM",
+            returns(("pin_user_pages_fast", 8), ("__ib_umem_get_va", -12))
+            | {"missing": [{"fn": "dma_map_sgtable", "why": "inlined"}]},
+        ),
+        ("unknown", "missing"),
     ),
     "no dma-buf support": (failed("EOPNOTSUPP", verb="ibv_reg_dmabuf_mr"), ("dma-buf", "observed")),
     "no dma-buf behind the fd": (
@@ -270,7 +536,7 @@ def test_no_errno_alone_names_a_layer() -> None:
 
 def test_earlier_registrations_count_against_the_limit() -> None:
     node = UNCAPABLE | {"limits": {"memlock_soft": 12 * PAGE, "memlock_hard": None}}
-    for given_back, due in ((False, "memlock-accounting"), (True, "unknown")):
+    for given_back, due in ((False, "observed"), (True, "inferred")):
         builder = Builder(**node)
         builder.begin("fault", contract="none", controls={}, needs=())
         builder.buffer(state(OUT), place="any")
@@ -279,7 +545,7 @@ def test_earlier_registrations_count_against_the_limit() -> None:
             builder.event("deregister", registration=1, errno=None)
         builder.register(state(OUT), state(OUT), 2, errno="ENOMEM", trace=UMEM_EARLY)
         builder.end()
-        assert layer(builder.done())[0] == due
+        assert layer(builder.done()) == ("memlock-accounting", due)
 
 
 def test_a_step_tells_the_limit() -> None:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -180,6 +181,26 @@ def test_the_record_is_run_length_encoded() -> None:
         state, large=np.array([False, False, False, True]), pincount=np.array([0, 0, 0, 7])
     )
     assert large.as_record()["pincount"] == [[3, 1, 7]]
+
+
+def test_a_page_that_ksm_merged_is_told() -> None:
+    """KPF_KSM is bit 21 (include/uapi/linux/kernel-page-flags.h); a merged page may be mapped once."""
+    flags = np.array([0, 1 << 21, 1 << 20, 0], dtype=np.uint64)
+    traits = made(flags=flags, file=np.zeros(4, dtype=bool)).as_record()["traits"]
+    assert traits == [[0, 1, "anonymous"], [1, 1, "anonymous ksm"], [2, 2, "anonymous"]]
+
+
+@pytest.mark.parametrize(
+    ("flags", "hidden", "told"), [(1 << 12, False, True), (1 << 12 | 1 << 21, False, False), (0, True, False)]
+)
+def test_the_ksm_flag_counts_only_where_a_fresh_page_lacks_it(
+    memory_map: MemoryMap, monkeypatch: pytest.MonkeyPatch, *, flags: int, hidden: bool, told: bool
+) -> None:
+    """6.12 sets it for every anonymous page (`stable_page_flags`, fs/proc/page.c)."""
+    entries = SimpleNamespace(hidden=hidden, pfn=np.array([5], dtype=np.uint64))
+    monkeypatch.setattr(pagestate, "decode_pagemap", lambda _: entries)
+    monkeypatch.setattr(pagestate, "read_entries_at", lambda *_: np.array([flags], dtype=np.uint64))
+    assert PageReader(memory_map)._fresh_page_is_unmerged() is told
 
 
 def test_references_above_the_baseline() -> None:

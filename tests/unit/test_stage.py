@@ -10,6 +10,7 @@ import pytest
 from stage_fakes import CMA, FakeBackend
 
 from regrepro.errors import Unmet, UsageError
+from regrepro.kernel import own_process
 from regrepro.options import RunOptions
 from regrepro.record import FILE_NAME, RecordWriter, read_record
 from regrepro.scenario import Change
@@ -390,6 +391,27 @@ def test_a_large_state_is_read_again_when_something_may_have_moved(bench: Bench)
     bench.stage.register(buffer)
     assert bench.events("register")[-1]["before"]["pfn"][0] == [0, 9999, 1]
     assert "how" in bench.events("register")[-1]["before"]
+
+
+def test_what_the_kernel_counts_and_what_is_mapped_stand_beside_a_registration(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """VmPin around the call; of a refused one its mappings, and whether the kernel refuses such files."""
+    counted = iter(({"vmpin": 8192, "vmlck": 4096}, {"vmpin": 8192, "vmlck": 4096}, {"vmpin": 12288}))
+    monkeypatch.setattr(own_process.Locked, "read", lambda _: dict(next(counted)))
+    monkeypatch.setattr(own_process, "mappings", lambda address, length: [f"{address:x}-{length:x} rw-s 0"])
+    monkeypatch.setattr(own_process, "refuses_writable_files", lambda: True)
+    buffer = bench.stage.buffer(pages=8)
+    bench.stage.register(buffer)
+    succeeded = bench.events("register")[-1]
+    assert succeeded["limits"] == {"vmpin": 8192, "vmlck": 4096}
+    assert "mappings" not in succeeded
+    bench.backend._registrar.register = lambda *a, **k: (_ for _ in ()).throw(OSError(errno.EFAULT, ""))
+    bench.stage.register(buffer)
+    refused = bench.events("register")[-1]
+    assert refused["limits"] == {"vmpin": 8192, "vmlck": 4096, "vmpin_after": 12288}
+    assert refused["mappings"] == [f"{buffer.address:x}-{buffer.length:x} rw-s 0"]
+    assert refused["refuses_writable_files"] is True
 
 
 def test_nothing_is_inferred_where_a_pin_is_held_or_the_registration_refused(bench: Bench) -> None:

@@ -41,9 +41,13 @@ REGISTRARS = (
     "ib_uverbs_handler_UVERBS_METHOD_REG_MR",
     "ib_uverbs_handler_UVERBS_METHOD_REG_DMABUF_MR",
 )
+# What only somebody else's trace holds: no probe of ours is on them.
+SG_TABLE = ("sg_alloc_append_table_from_pages", "__sg_alloc_table_from_pages")
+ACCESS_CHECK = ("ib_check_mr_access",)
+UVERBS = ("ib_uverbs_reg_mr", "ib_uverbs_write", "ib_uverbs_ioctl", "ib_uverbs_cmd_verbs")
 OUTERMOST = (
     *REGISTRARS,
-    *fn.UVERBS,
+    *UVERBS,
     "__x64_sys_ioctl",
     "__arm64_sys_ioctl",
     "do_syscall_64",
@@ -65,10 +69,10 @@ KNOWN = frozenset(
         *fn.UMEM,
         *fn.DMABUF,
         *fn.DMA_MAP,
-        *fn.SG_TABLE,
+        *SG_TABLE,
         *fn.MKEY,
         *fn.PEER,
-        *fn.ACCESS_CHECK,
+        *ACCESS_CHECK,
         "migrate_pages",
         "migrate_pages_batch",
         "migrate_pages_sync",
@@ -366,7 +370,7 @@ def decide(session: Session, in_sight: set[str]) -> Decision:
     failed = session.failed((*fn.PEER, "nv_mem_get_pages_nc", "nvidia_p2p_dma_map_pages"))
     if failed is not None:
         return Decision("peer-memory", f"the peer-memory driver returned {_name(failed)}")
-    if session.failed(fn.ACCESS_CHECK) is not None:
+    if session.failed(ACCESS_CHECK) is not None:
         return Decision("arguments", "ib_check_mr_access refused the access flags")
     pin = session.failed(GUP_PIN)
     if pin is None:
@@ -508,7 +512,7 @@ def _in_umem(session: Session, umem: int, pinned: bool, in_sight: set[str]) -> D
                 None,
                 excluded,
             )
-        if session.failed(fn.SG_TABLE) is not None:
+        if session.failed(SG_TABLE) is not None:
             return Decision("umem-alloc", "the scatter list could not be allocated", None, excluded)
         return Decision(
             None,
@@ -564,7 +568,7 @@ def _name(value: int) -> str:
 def failure_of(session: Session, in_sight: set[str]) -> Failure | None:
     """Make a failure of a call that failed; None for one that did not, or that is no registration."""
     driver = session.driver()
-    outer = driver[-1] if driver and -4096 < driver[-1] < 0 else session.failed((*REGISTRARS, *fn.UVERBS))
+    outer = driver[-1] if driver and -4096 < driver[-1] < 0 else session.failed((*REGISTRARS, *UVERBS))
     inner = [
         value
         for names in (fn.UMEM, GUP_PIN, fn.MKEY, fn.DMABUF, fn.PEER, GUP_LONGTERM)

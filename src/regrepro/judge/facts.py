@@ -94,6 +94,8 @@ class Registration:
     standing: list[Pin] = field(default_factory=list, repr=False)
     """The pins of the pass, on whatever buffer, that stood when it was made."""
     keys: tuple[object, ...] = ()  # lkey and rkey, as far as the event has them
+    mappings: tuple[str, ...] | None = None
+    refuses_writable_files: bool | None = None
 
     @property
     def succeeded(self) -> bool:
@@ -595,6 +597,8 @@ def _register(current: Pass, facts: Facts, seq: int, event: Mapping[str, Any]) -
             _text(event.get("pages_unknown")),
             watched={key: event[key] for key in ("stuck", "plain_pins") if key in event},
             keys=tuple(event[key] for key in ("lkey", "rkey") if key in event),
+            mappings=_mappings(event),
+            refuses_writable_files=_flag(event.get("refuses_writable_files")),
         )
     )
 
@@ -627,6 +631,14 @@ def _register_many(current: Pass, event: Mapping[str, Any]) -> None:
                 in_series=f"number {_number(line, 'number')} of series {series}",
             )
         )
+
+
+def _mappings(event: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """Lines of /proc/self/maps at the time of the call; None where the event has none."""
+    told, line = event.get("mappings"), event.get("vma")
+    if isinstance(told, list):
+        return tuple(item for item in told if isinstance(item, str))
+    return (line,) if isinstance(line, str) else None
 
 
 def _release(current: Pass, facts: Facts, seq: int, event: Mapping[str, Any]) -> None:

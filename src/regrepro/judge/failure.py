@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from regrepro.judge import rules
 from regrepro.judge.facts import Facts, Pass, Registration
-from regrepro.judge.layers import Layer, classify
+from regrepro.judge.layers import MOVE_REFUSED, Layer, classify
 from regrepro.judge.outcome import OTHER_FAILURE, REPRODUCED, Verdict, named, unmet_checks
 from regrepro.judge.rules import MISSING, Case, Check
 
@@ -36,7 +36,7 @@ def judge_failure(facts: Facts, run: Pass, registration: Registration) -> Verdic
         found.checks, found.layer = checks, layer
         return found
     moved = "the pinned pages would not move"
-    layer = Layer("page-migration", moved, "observed", "__migrate_folio, mm/migrate.c")
+    layer = Layer("page-migration", moved, "observed", MOVE_REFUSED)
     return Verdict(REPRODUCED, _because(case, what), layer=layer, checks=checks)
 
 

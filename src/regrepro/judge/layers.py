@@ -39,7 +39,16 @@ LAYERS = (
     "unknown",
 )
 
-UINT_MAX = 2**32 - 1
+MOVE_REFUSED = (
+    "migrate_pages, mm/migrate.c: a page is isolated for the move, which takes one reference more (1,025 "
+    "become 1,026), then unmapped; while it bears any that neither isolation nor a cache explains, it stays"
+)
+"""Why a page that is held stays. `collect_longterm_unpinnable_folios` (mm/gup.c) has `folio_isolate_lru`
+(mm/vmscan.c) take a reference; `__migrate_folio` (mm/migrate.c) holds what is left after unmapping against
+`folio_expected_ref_count` (include/linux/mm.h) and answers -EAGAIN. That function is in no trace of ours:
+what is observed is the count of pages that `migrate_pages` returns.
+"""
+UINT_MAX, SIZE_MAX = 2**32 - 1, 2**64 - 1
 UNLIMITED = 2**64
 _NOT_RECORDED = object()
 ENOMEM, EFAULT, EINVAL, EPERM, EOPNOTSUPP = -12, -14, -22, -1, -95
@@ -47,6 +56,14 @@ ENOMEM, EFAULT, EINVAL, EPERM, EOPNOTSUPP = -12, -14, -22, -1, -95
 WRITES = frozenset({"LOCAL_WRITE", "REMOTE_WRITE", "REMOTE_ATOMIC", "MW_BIND"})
 # Those that a device must have a capability for (ib_check_mr_access there).
 SPECIAL = frozenset({"ON_DEMAND", "HUGETLB", "ZERO_BASED", "FLUSH_GLOBAL", "FLUSH_PERSISTENT"})
+
+
+# uname -r of kernel.org's and Debian's own kernels; vendors take changes back into older versions.
+_KNOWN_KERNEL = re.compile(
+    r"(\d+)\.(\d+)(?:\.\d+)?(?:-rc\d+)?(?:(?:\+deb\d+|-\d+)+-(?:cloud-|rt-)?(?:amd64|arm64|686\S*|armmp\S*))?"
+)
+# Shared mappings of what is never written back to a disk (`vma_needs_dirty_tracking`, mm/vma.c).
+_NEVER_WRITTEN_BACK = ("/memfd:", "/dev/", "/SYSV", "/anon_hugepage", "/secretmem", "anon_inode:", "[")
 
 
 @dataclass(frozen=True)
@@ -107,14 +124,19 @@ class Call:
         return whole_number(value)
 
     @property
-    def locked_before(self) -> int:
-        """Pages of this pass' own registrations that were still there (`mm->pinned_vm` counts at least
-        these); of another's process, what the kernel counted itself (`VmPin`).
+    def pinned_before(self) -> int | None:
+        """Pages that the kernel counted as pinned by the process (mm->pinned_vm, `VmPin`) when the call
+        began; None where that is not recorded, or changed meanwhile. io_uring checks an account of the user.
         """
         limits = self.registration.limits.get("limits")
-        counted = whole_number(limits.get("vmpin")) if isinstance(limits, Mapping) else None
-        if self.run.watched and counted is not None:
-            return counted // self.page
+        if not isinstance(limits, Mapping) or not self.registration.through_umem:
+            return None
+        counted, later = whole_number(limits.get("vmpin")), limits.get("vmpin_after", limits.get("vmpin"))
+        return counted // self.page if counted is not None and later == counted else None
+
+    @property
+    def locked_before(self) -> int:
+        """Pages of this pass' own registrations that were still there: at least these are counted."""
         return sum(
             Call(self.facts, self.run, other, self.buffer).pages or 0
             for other in self.run.registrations
@@ -122,6 +144,30 @@ class Call:
             and other.succeeded
             and not (other.deregistered is not None and other.deregistered < self.registration.seq)
         )
+
+    @property
+    def stopped(self) -> int | None:
+        """The address of the page at which pinning stopped, where the trace shows it."""
+        stop = self.trace.stop
+        return stop.address // self.page * self.page if stop and stop.address is not None else None
+
+    @property
+    def writes(self) -> bool | None:
+        """Whether the pages were to be pinned for writing: as the trace shows it, else by the access flags
+        (`ib_access_writable`, include/rdma/ib_verbs.h; before 6.2 umem.c asked for it in any case).
+        """
+        if self.trace.stop is not None and self.trace.stop.write is not None:
+            return self.trace.stop.write
+        if not self.registration.through_umem:
+            return True  # io_pin_pages, io_uring/rsrc.c
+        return None if self.registration.access is None else bool(set(self.registration.access) & WRITES)
+
+    def page_index(self, address: int) -> int | None:
+        """The buffer's page that an address lies in; None where it is in none."""
+        buffer = self.buffer
+        if buffer is None or not buffer.address <= address < buffer.address + buffer.length:
+            return None
+        return (address - buffer.address) // self.page
 
     def _setting(self, name: str, otherwise: Any) -> Any:
         """The latest word on a setting: of the call itself, of a step before it, of the header."""
@@ -143,53 +189,56 @@ def arguments(call: Call) -> Layer | None:
 
     `__ib_umem_get_va` (drivers/infiniband/core/umem.c): address + length overflows, or no page, or more
     than UINT_MAX pages → -EINVAL. `ib_uverbs_reg_mr` (core/uverbs_cmd.c): address and iova differ within
-    the page → -EINVAL. `ib_check_mr_access` (include/rdma/ib_verbs.h): remote write or atomic without local
-    write → -EINVAL, flags that the device has not → -EINVAL or -EOPNOTSUPP. `rxe_reg_user_mr`
-    (sw/rxe/rxe_verbs.c): flags outside of RXE_ACCESS_SUPPORTED_MR → -EOPNOTSUPP.
+    the page → -EINVAL. `ib_check_mr_access` (include/rdma/ib_verbs.h; inline, so that no trace shows it):
+    remote write or atomic without local write → -EINVAL, flags that the device has not → -EINVAL or
+    -EOPNOTSUPP. `rxe_reg_user_mr` (sw/rxe/rxe_verbs.c): flags outside of RXE_ACCESS_SUPPORTED_MR →
+    -EOPNOTSUPP.
     """
     reg, trace = call.registration, call.trace
     if reg.verb == "ibv_reg_dmabuf_mr" or reg.errno not in ("EINVAL", "EOPNOTSUPP", "EOVERFLOW", "ENOTSUP"):
         return None
     if trace.of(fn.GUP) and not trace.failed(fn.GUP):
         return None
-    source = "__ib_umem_get_va, drivers/infiniband/core/umem.c"
+    how = "observed" if trace.absent(fn.GUP) else "inferred"
+    access = set(reg.access or ())
+    if "ON_DEMAND" in access and (reg.address, reg.length) == (0, SIZE_MAX):
+        # Address 0 and all lengths ask for the whole address space.
+        why = "implicit on-demand paging is not supported by this device"
+        return Layer("arguments", why, how, "rxe_reg_user_mr, drivers/infiniband/sw/rxe; ib_check_mr_access")
+    if reg.errno == "EINVAL":
+        return _invalid(call, access, how)
+    if trace.failed(fn.UMEM) is not None and "ON_DEMAND" not in access:
+        return None  # the RDMA core's own refusal, which no flag of the request explains
+    if trace.absent(fn.GUP) or "ON_DEMAND" in access:
+        source = "rxe_reg_user_mr, drivers/infiniband/sw/rxe/rxe_verbs.c; ib_check_mr_access"
+        flags = ", ".join(reg.access or ()) or "none"
+        why = f"the device refuses these access flags ({flags}) before a page is pinned"
+        return Layer("arguments", why, how, source)
+    return None
+
+
+def _invalid(call: Call, access: set[str], how: str) -> Layer | None:
+    """What of a request is invalid (-EINVAL)."""
+    reg, trace, source = call.registration, call.trace, "__ib_umem_get_va, drivers/infiniband/core/umem.c"
     address, length, iova = reg.address, reg.length, reg.iova
     if address is not None and length is not None and call.pages is not None:
         if address + length + call.page > 2**64:
             return Layer("arguments", "address and length together overflow", "inferred", source)
         if call.pages == 0:
-            how = "observed" if trace.absent(fn.GUP) else "inferred"
             return Layer("arguments", "no byte at the begin of a page is no page", how, source)
         if call.pages > UINT_MAX:
-            why = f"{length} bytes are more than UINT_MAX pages"
-            return Layer("arguments", why, "observed" if trace.absent(fn.GUP) else "inferred", source)
+            return Layer("arguments", f"{length} bytes are more than UINT_MAX pages", how, source)
         if iova is not None and (address ^ iova) % call.page:
             source = "ib_uverbs_reg_mr, drivers/infiniband/core/uverbs_cmd.c"
             return Layer("arguments", "address and iova differ within the page", "inferred", source)
-    access = set(reg.access or ())
-    refused = trace.failed(fn.ACCESS_CHECK)
     source = "ib_check_mr_access, include/rdma/ib_verbs.h"
-    if refused is not None:
-        return Layer(
-            "arguments", f"ib_check_mr_access returned {refused} for the access flags", "observed", source
-        )
     if access & {"REMOTE_WRITE", "REMOTE_ATOMIC"} and "LOCAL_WRITE" not in access:
         return Layer("arguments", "remote write without local write is refused", "inferred", source)
     special = access & SPECIAL
-    if reg.errno == "EINVAL" and special and trace.complete and not trace.driver() and trace.absent(fn.GUP):
+    if special and trace.complete and not trace.driver() and trace.absent(fn.GUP):
         names = ", ".join(sorted(special))
         why = f"uverbs refuses the access flags ({names}) before it asks the driver"
         return Layer("arguments", why, "inferred", source)
-    if reg.errno in ("EOPNOTSUPP", "ENOTSUP") and (trace.absent(fn.GUP) or "ON_DEMAND" in access):
-        how = "observed" if trace.absent(fn.GUP) else "inferred"
-        source = "rxe_reg_user_mr, drivers/infiniband/sw/rxe/rxe_verbs.c; ib_check_mr_access"
-        flags = ", ".join(reg.access or ()) or "none"
-        return Layer(
-            "arguments",
-            f"the device refuses these access flags ({flags}) before a page is pinned",
-            how,
-            source,
-        )
     return None
 
 
@@ -197,16 +246,25 @@ def memlock_accounting(call: Call) -> Layer | None:
     """The locked-memory budget is checked before any page is pinned.
 
     `__ib_umem_get_va` (drivers/infiniband/core/umem.c): `can_do_mlock()` (mm/mlock.c) is false with
-    RLIMIT_MEMLOCK 0 and without CAP_IPC_LOCK → -EPERM; more pages than the limit without CAP_IPC_LOCK →
-    -ENOMEM. io_uring: `__io_account_mem` (io_uring/rsrc.c) → -ENOMEM.
+    RLIMIT_MEMLOCK 0 and without CAP_IPC_LOCK → -EPERM; mm->pinned_vm and the pages asked for exceed the limit
+    without CAP_IPC_LOCK → -ENOMEM. io_uring: `__io_account_mem` (io_uring/rsrc.c) → -ENOMEM. Pages that are
+    mapped on demand, and those of a dma-buf, are not counted.
+
+    Where it is not recorded what pinned_vm was, the function's own -ENOMEM before its first call of GUP
+    leaves two other causes: a structure and one page of kernel memory, which an ordinary process always gets
+    (`should_reclaim_retry`, mm/page_alloc.c: such small orders are tried until there is one).
     """
     reg, trace = call.registration, call.trace
     limit, capable, pages = call.memlock, call.capable, call.pages
     if reg.errno not in ("ENOMEM", "EPERM") or limit is None or capable is not False or pages is None:
         return None
+    if reg.verb == "ibv_reg_dmabuf_mr" or "ON_DEMAND" in (reg.access or ()):
+        return None
     # The RDMA core counts before it pins; io_uring pins first and counts then.
     if trace.of(fn.GUP) and (reg.through_umem or trace.failed(fn.GUP) is not None):
         return None
+    if reg.through_umem and trace.fine(fn.UMEM):
+        return None  # what counts did not fail, or was not even called
     how = "observed" if trace.absent(fn.GUP) else "inferred"
     source = "__ib_umem_get_va, drivers/infiniband/core/umem.c"
     if not reg.through_umem:
@@ -215,12 +273,21 @@ def memlock_accounting(call: Call) -> Layer | None:
         if limit:
             return None
         return Layer("memlock-accounting", "RLIMIT_MEMLOCK is 0 and CAP_IPC_LOCK is missing", how, source)
-    locked, allowed = call.locked_before, limit // call.page
-    if locked + pages <= allowed:
-        return None
-    added = f" and {locked} locked before" if locked else ""
-    why = f"{pages} pages{added} exceed the {allowed} that RLIMIT_MEMLOCK allows, and CAP_IPC_LOCK is missing"
-    return Layer("memlock-accounting", why, how, source)
+    counted = call.pinned_before
+    locked, allowed = call.locked_before if counted is None else counted, limit // call.page
+    asked = "1 page" if pages == 1 else f"{pages} pages"
+    if locked + pages > allowed:
+        added = f" and {locked} pinned before" if locked else ""
+        why = f"{asked}{added} exceed the {allowed} that RLIMIT_MEMLOCK allows, and CAP_IPC_LOCK is missing"
+        return Layer("memlock-accounting", why, how, source)
+    early = reg.through_umem and trace.absent(fn.GUP) and trace.failed(fn.UMEM) == ENOMEM
+    if counted is None and early and limit < UNLIMITED:
+        why = (
+            f"no page was pinned yet, CAP_IPC_LOCK is missing, and RLIMIT_MEMLOCK allows {allowed} pages, of "
+            "which it is not recorded how many were pinned before"
+        )
+        return Layer("memlock-accounting", why, "inferred", source)
+    return None
 
 
 def device(call: Call) -> Layer | None:
@@ -290,8 +357,8 @@ def migration_target(call: Call) -> Layer | None:
 def page_migration(call: Call) -> Layer | None:
     """Pages would not move because something held them: `migrate_pages` returned a positive count, the
     unmoved pages and no others bore references above their baseline, and the same call succeeded, the pages
-    moving, once these were gone (`folio_expected_ref_count` against `folio_ref_count` in `__migrate_folio`,
-    mm/migrate.c).
+    moving, once these were gone. What is seen is the count that `migrate_pages` returns, and the references
+    (`MOVE_REFUSED` says why they refuse a move).
 
     A held pin of the scenario's own is judged by the stricter rules of `reproduced`; this rule names the
     layer for a reference that went by itself.
@@ -313,21 +380,27 @@ def page_migration(call: Call) -> Layer | None:
                 why = (
                     f"{unmoved.total} pages bore references beyond what is due and moved once these were gone"
                 )
-                return Layer("page-migration", why, "observed", "__migrate_folio, mm/migrate.c")
+                return Layer("page-migration", why, "observed", MOVE_REFUSED)
             return None
     return None
 
 
 def bar_map(call: Call) -> Layer | None:
     """A mapping of device registers or a BAR has no pages: VM_IO or VM_PFNMAP → -EFAULT (`check_vma_flags`,
-    mm/gup.c). Told by the mapping itself, a device's or a PCI resource. Never exercised.
+    mm/gup.c). Told by the mapping at which the call stopped: of a device or a PCI resource, or one of frames
+    without pages (VmFlags `pf` of smaps).
     """
     if call.registration.errno != "EFAULT" or call.trace.failed(fn.GUP) not in (EFAULT, None):
         return None
+    how = "observed" if call.trace.failed(fn.GUP) else "inferred"
     path = _vma_path(call)
     if re.search(r"/dev/nvidia|/resource\d+(_wc)?$|/dev/mem$|/dev/gdrdrv", path):
-        how = "observed" if call.trace.failed(fn.GUP) else "inferred"
         return Layer("bar-map", f"{path} maps a device, not pages", how, "check_vma_flags, mm/gup.c")
+    page = call.page_index(call.stopped) if call.stopped is not None else None
+    for state in (call.registration.before, call.registration.after):
+        if page is not None and state is not None and state.trait("special") & Spans.range(page, page + 1):
+            what = f"{path or 'a mapping'} maps frames without pages"
+            return Layer("bar-map", what, how, "check_vma_flags, mm/gup.c")
     return None
 
 
@@ -348,103 +421,147 @@ def peer_memory(call: Call) -> Layer | None:
 
 def longterm_refused(call: Call) -> Layer | None:
     """The kernel allows no long-term pin for writing of a file that needs dirty tracking: -EFAULT
-    (`writable_file_mapping_allowed` in `check_vma_flags`, mm/gup.c, since 6.5); nor of fs-dax: -EOPNOTSUPP
-    (`vma_is_fsdax` there; `check_dax_vmas` in 5.10).
-
-    It is this one and not a fault of the address where the mapping is of a file, shared and writable, and
-    every page asked for lies within it.
+    (`writable_file_mapping_allowed` in `check_vma_flags`, mm/gup.c, since 6.5); nor of fs-dax, for reading
+    either: -EOPNOTSUPP (`vma_is_fsdax` there; `check_dax_vmas` in 5.10).
 
     A hugetlb page in unpinnable memory is refused with -ENOMEM, and no move is tried, where
     `follow_hugetlb_page` (mm/hugetlb.c, up to 6.5) asks `try_grab_folio`, which takes none since 5.18:
     seen on 6.1, with a warning of the kernel's own.
     """
-    reg = call.registration
+    reg, trace = call.registration, call.trace
     if reg.errno == "ENOMEM" and call.buffer is not None and call.buffer.backing == "hugetlb":
         stuck = reg.before.unpinnable & reg.spans if reg.before is not None else Spans()
-        untried = call.trace.absent(("migrate_pages",)) and not call.trace.migrations
-        if stuck and untried and call.trace.failed(fn.GUP) == ENOMEM:
+        untried = trace.absent(("migrate_pages",)) and not trace.migrations
+        if stuck and untried and trace.failed(fn.GUP) == ENOMEM:
             why = "the kernel refuses a huge page in unpinnable memory, and does not try to move it"
             return Layer("longterm-refused", why, "observed", "follow_hugetlb_page, mm/hugetlb.c")
         return None
-    if reg.errno not in ("EFAULT", "EOPNOTSUPP") or call.buffer is None or not reg.through_umem:
+    if reg.errno == "EOPNOTSUPP" and reg.through_umem and trace.failed(fn.GUP) == EOPNOTSUPP:
+        why = "the range is of a file in persistent memory (fs-dax), which may not be pinned for long"
+        return Layer("longterm-refused", why, "observed", "check_vma_flags, mm/gup.c")
+    if reg.errno == "EOPNOTSUPP" and not reg.through_umem and trace.failed(fn.GUP) is None:
+        vma = _vma(call)
+        if trace.of(fn.GUP) and vma is not None and vma.may_be_written_back:
+            why = "io_uring pinned the range and refuses it, since it is of a file"
+            return Layer("longterm-refused", why, "inferred", "io_pin_pages, io_uring/rsrc.c, before 6.5")
         return None
-    if call.trace.complete and call.trace.failed(fn.GUP) not in (EFAULT, EOPNOTSUPP):
+    if not _refuses_file(call):
         return None
-    vma = _vma(call)
-    if vma is None or call.buffer.backing != "file" or not vma.inside(reg):
-        return None
-    if not (vma.shared and vma.writable):
-        return None
-    how = "observed" if call.trace.failed(fn.GUP) else "inferred"
-    why = "the range is a writable shared mapping of a file, which may not be pinned for long"
+    how = "observed" if trace.failed(fn.GUP) else "inferred"
+    why = "the call stopped at a writable shared mapping of a file, which may not be pinned for long"
     return Layer("longterm-refused", why, how, "check_vma_flags, mm/gup.c")
+
+
+def _refuses_file(call: Call) -> bool | None:
+    """Whether the call stopped because the kernel refuses to pin a file for writing for long; None where the
+    record does not decide.
+
+    `check_vma_flags` (mm/gup.c) looks at the mapping before a page of it is looked for, so the refusal comes
+    at the mapping's first page, whether or not the file reaches so far. A fault comes at any page, but not at
+    one that is there, in a mapping that may be written.
+    """
+    reg, trace = call.registration, call.trace
+    if reg.errno != "EFAULT" or reg.address is None:
+        return False
+    if trace.complete and trace.failed(fn.GUP) != EFAULT:
+        return False
+    vma = _vma(call)
+    if vma is None or not vma.shared or not vma.writable or call.writes is False:
+        return False
+    kernel = _kernel_refuses(call)
+    if kernel is False:
+        return False
+    first = max(vma.first, reg.address // call.page * call.page)
+    if call.stopped not in (None, first):
+        return False
+    of_file = call.buffer is not None and call.buffer.backing == "file" and vma.holds(call.buffer.address)
+    if not of_file and not vma.may_be_written_back:
+        return False
+    if call.writes is None:
+        return None
+    page = call.page_index(first)
+    present = reg.before.present if reg.before is not None else Spans()
+    there = page is not None and bool(Spans.range(page, page + 1) & present)
+    if call.stopped is None and kernel is None:
+        there = vma.inside(reg) and reg.spans <= present
+    return True if there or (of_file and kernel) else None
+
+
+def _kernel_refuses(call: Call) -> bool | None:
+    """Whether this kernel refuses writable file mappings: by its symbol where that was looked up, else by the
+    version of a kernel whose sources are known (kernel.org's, Debian's); None for any other.
+    """
+    if call.registration.refuses_writable_files is not None:
+        return call.registration.refuses_writable_files
+    known = _KNOWN_KERNEL.fullmatch(call.facts.kernel)
+    return (int(known[1]), int(known[2])) >= (6, 5) if known else None
 
 
 def page_fault(call: Call) -> Layer | None:
     """The address has no page that may be had: `pin_user_pages_fast` returned -EFAULT.
 
     No mapping there or a hole in it, protection against writing (`check_vma_flags`, mm/gup.c), an address
-    beyond TASK_SIZE (`gup_fast_fallback`).
+    beyond TASK_SIZE (`gup_fast_fallback`), a page beyond the end of the mapped file (VM_FAULT_SIGBUS).
     """
     reg = call.registration
     seen = call.trace.failed(fn.GUP_INNER)
     if reg.errno != "EFAULT" or (call.trace.complete and seen not in (EFAULT, None)):
         return None
+    if _refuses_file(call) is None:
+        return None
     vma = _vma(call)
     source = "check_vma_flags and __get_user_pages, mm/gup.c"
     how = "observed" if seen == EFAULT else "inferred"
-    if (
-        vma is not None
-        and vma.inside(reg)
-        and not vma.writable
-        and (reg.access is None or set(reg.access) & WRITES)
-    ):
-        return Layer(
-            "page-fault", "the mapping is read-only and the registration wants to write", how, source
-        )
-    if vma is not None and not vma.inside(reg):
-        return Layer("page-fault", "a part of the range is outside of the buffer's mapping", how, source)
-    if reg.before is not None and reg.before.placed("absent") & reg.spans:
-        return Layer("page-fault", "a part of the range has no page", how, source)
-    if call.buffer is not None and reg.address is not None and reg.length is not None:
-        inside = (
-            call.buffer.address <= reg.address
-            and reg.address + reg.length <= call.buffer.address + call.buffer.length
-        )
-        if not inside:
-            return Layer("page-fault", "the range goes beyond the buffer", how, source)
+    why = ""
+    if vma is not None and vma.holds_start_of(call) and not vma.readable and not vma.writable:
+        why = "the mapping allows no access"
+    elif vma is not None and vma.holds_start_of(call) and not vma.writable and call.writes is not False:
+        why = "the mapping is read-only and the registration wants to write"
+    elif vma is None and (call.stopped is not None and reg.mappings is not None):
+        why = "nothing is mapped where the call stopped"
+    elif vma is not None and not vma.inside(reg) and reg.mappings is None:
+        why = "a part of the range is outside of the buffer's mapping"
+    elif reg.before is not None and reg.before.placed("absent") & reg.spans:
+        why = "a part of the range has no page"
+    elif call.buffer is not None and reg.address is not None and reg.length is not None:
+        end = call.buffer.address + call.buffer.length
+        if not (call.buffer.address <= reg.address and reg.address + reg.length <= end):
+            why = "the range goes beyond the buffer"
+    if why:
+        return Layer("page-fault", why, how, source)
     if seen == EFAULT:
-        return Layer(
-            "page-fault", "the kernel found no page that may be pinned at the address", "observed", source
-        )
+        why = "the kernel found no page that may be pinned at the address"
+        return Layer("page-fault", why, "observed", source)
     if call.buffer is None and reg.address is not None:
         return Layer("page-fault", "the range belongs to no buffer", "inferred", source)
     return None
 
 
 def umem_alloc(call: Call) -> Layer | None:
-    """The kernel's own table of pages could not be allocated: GUP succeeded,
-    `sg_alloc_append_table_from_pages` (lib/scatterlist.c) did not. Never exercised.
+    """The kernel's own table of pages could not be allocated: GUP succeeded, and
+    `sg_alloc_append_table_from_pages` (lib/scatterlist.c) in `__ib_umem_get_va` did not.
+
+    No probe is on that function, which runs in each registration: it follows where the umem failed with
+    -ENOMEM after GUP had pinned a part, since only the table comes between two calls of GUP, or all, and the
+    mapping for the device, which alone comes after, is in sight and did not fail. Never exercised.
     """
-    failed = call.trace.failed(fn.SG_TABLE)
-    if failed is None or call.trace.failed(fn.GUP) is not None:
+    trace, pages = call.trace, call.pages
+    pinned = trace.of(fn.GUP)
+    if not trace.complete or trace.failed(fn.UMEM) != ENOMEM or not pinned or min(pinned) <= 0:
+        return None
+    if pages is None or not (sum(pinned) < pages or trace.fine(fn.DMA_MAP)):
         return None
     source = "__ib_umem_get_va, drivers/infiniband/core/umem.c"
-    return Layer("umem-alloc", f"the table of pages could not be allocated ({failed})", "observed", source)
+    why = f"{sum(pinned)} of {pages} pages were pinned; what was to hold them could not be allocated"
+    return Layer("umem-alloc", why, "inferred", source)
 
 
 def dma_map(call: Call) -> Layer | None:
     """The pages were pinned, but the device's IOMMU mapping failed (`ib_dma_map_sgtable_attrs`). Never
-    exercised: rxe maps virtually.
+    exercised: rxe maps virtually. Before 5.15 no function of it can be told from others' use.
     """
     trace = call.trace
     failed = trace.failed(fn.DMA_MAP)
-    if failed is None and trace.of(fn.DMA_MAP) and trace.of(fn.DMA_MAP)[-1] == 0:
-        # dma_map_sg_attrs answers 0 for "nothing mapped", dma_map_sgtable for "all is well".
-        legacy = [
-            value for name, value in trace.returns if name in ("dma_map_sg_attrs", "__dma_map_sg_attrs")
-        ]
-        failed = ENOMEM if legacy and legacy[-1] == 0 and trace.failed(fn.UMEM) is not None else None
     if failed is None or trace.failed(fn.GUP) is not None:
         return None
     source = "__ib_umem_get_va, drivers/infiniband/core/umem.c"
@@ -591,8 +708,24 @@ class _Vma:
         return "w" in self.flags
 
     @property
+    def readable(self) -> bool:
+        return "r" in self.flags
+
+    @property
     def shared(self) -> bool:
         return "s" in self.flags
+
+    @property
+    def may_be_written_back(self) -> bool:
+        """Whether it may be a mapping of a file on a disk, by its path."""
+        return bool(self.path) and not self.path.startswith(_NEVER_WRITTEN_BACK)
+
+    def holds(self, address: int) -> bool:
+        return self.first <= address < self.end
+
+    def holds_start_of(self, call: Call) -> bool:
+        """Whether the page at which the call stopped, or else the whole range, lies within this mapping."""
+        return self.holds(call.stopped) if call.stopped is not None else self.inside(call.registration)
 
     def inside(self, reg: Registration) -> bool:
         """Whether the registration's range lies within this mapping."""
@@ -602,13 +735,23 @@ class _Vma:
 
 
 def _vma(call: Call) -> _Vma | None:
-    """The mapping of the buffer as it was when it was made, or as a later step says."""
+    """The mapping at which the call stopped; where the trace does not show that, the one in which the range
+    begins. As it was at the call, else when the buffer was made or a later step told of it.
+    """
+    at = call.stopped if call.stopped is not None else call.registration.address
+    if call.registration.mappings is not None:
+        found = (_read_vma(line) for line in call.registration.mappings)
+        return next((vma for vma in found if vma is not None and at is not None and vma.holds(at)), None)
     line = call.buffer.vma if call.buffer else ""
     for step in call.run.steps:
         seq, told = whole_number(step.get("seq")), step.get("vma")
         mine = call.buffer is not None and step.get("buffer") == call.buffer.id
         if mine and isinstance(told, str) and seq is not None and seq < call.registration.seq:
             line = told
+    return _read_vma(line)
+
+
+def _read_vma(line: str) -> _Vma | None:
     match = re.match(r"([0-9a-f]{1,16})-([0-9a-f]{1,16}) ([rwxsp-]{4}) \S+ \S+ \S+\s*(.*)", line)
     return _Vma(int(match[1], 16), int(match[2], 16), match[3], match[4]) if match else None
 
@@ -654,5 +797,7 @@ def _what_is_missing(call: Call) -> str:
         return f"migrate_pages left {last} behind, but what held them was not seen"
     if last == ENOMEM:
         return "migrate_pages returned -ENOMEM on a huge page that is also held: both causes fit"
+    if _refuses_file(call) is None:
+        return "the file may end before this page, or the kernel may refuse to pin a file for writing"
     unseen = ", ".join(sorted(trace.missing)) or "none"
     return f"no traced function explains {reg.errno} (functions that this kernel hides: {unseen})"

@@ -121,8 +121,15 @@ class PageState:
 
     @property
     def shared(self) -> Spans:
-        """The pages that more than this process' one mapping refers to, as far as that is known."""
-        return self.where("mapcount", lambda count: count > 1) | self.trait("shared")
+        """The pages that more than this process' one mapping refers to, or that KSM merged, as far as that is
+        known: a write, or a pin for writing, copies them (`do_wp_page`, mm/memory.c).
+        """
+        merged = self.trait("shared") | self.trait("ksm")
+        return self.where("mapcount", lambda count: count > 1) | merged
+
+    def copied(self, later: PageState, backing: str) -> Spans:
+        """The pages that got another frame by copy-on-write, not by migration: anonymous ones, shared."""
+        return Spans() if cache_references(backing) else self.moved(later) & self.shared
 
     def trait(self, word: str) -> Spans:
         """The pages that bear a trait."""

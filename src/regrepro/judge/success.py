@@ -198,6 +198,11 @@ def _kernel_allowed(case: Case) -> str:
     later = [pin for pin in case.run.pins.values() if pin.errno is None and pin.seq > registration.seq]
     if not case.held:
         when = "before any pin was taken" if later else "while no pin held them"
+        copied = case.unpinnable & registration.before.copied(registration.after, case.buffer.backing)
+        if copied:
+            return (
+                f"{_pages(copied.total)} shared with KSM or another process were copied, not migrated, {when}"
+            )
         if moved:
             return f"the kernel moved {_pages(moved.total)} out of unpinnable memory {when}"
         return f"this kernel pinned {_pages(count)} in place, in unpinnable memory, {when}"

@@ -9,7 +9,8 @@ from typing import Any
 
 from regrepro.judge.pagestate import whole_number
 
-# Families of functions that do one job under several names. A family is in sight if one of them is.
+# Families of functions that do one job under several names. A family is in sight if one of them is. Of each,
+# `run` or `watch` probes at least one: a rule that rests on what nobody looks at would never speak.
 GUP = ("pin_user_pages_fast", "pin_user_pages")
 GUP_INNER = ("__gup_longterm_locked", "__get_user_pages", *GUP)
 UMEM = ("__ib_umem_get_va", "ib_umem_get")
@@ -22,7 +23,6 @@ DMABUF = (
 )
 DMABUF_HANDLER = ("ib_uverbs_handler_UVERBS_METHOD_REG_DMABUF_MR",)
 DMA_MAP = ("dma_map_sgtable", "ib_dma_map_sgtable_attrs", "dma_map_sg_attrs", "__dma_map_sg_attrs")
-SG_TABLE = ("sg_alloc_append_table_from_pages", "__sg_alloc_table_from_pages")
 MKEY = (
     "mlx5_core_create_mkey",
     "mlx5_ib_create_mkey",
@@ -34,8 +34,6 @@ MKEY = (
 )
 PEER = ("nvidia_p2p_get_pages", "nvidia_p2p_get_pages_persistent", "ib_umem_get_peer", "nv_mem_get_pages")
 DRIVER = re.compile(r"^(?!ib_)(?:\w+_)?reg(?:_user)?_mr(?:_dmabuf)?$")
-ACCESS_CHECK = ("ib_check_mr_access",)
-UVERBS = ("ib_uverbs_reg_mr", "ib_uverbs_write", "ib_uverbs_ioctl", "ib_uverbs_cmd_verbs")
 REASONS = ("longterm_pin", "contig_range")
 """`enum migrate_reason` of a migration out of unpinnable memory for a pin: MR_LONGTERM_PIN since 5.13,
 MR_CONTIG_RANGE before (check_and_migrate_cma_pages in mm/gup.c)."""
@@ -56,6 +54,18 @@ class Migration:
     failed: int | None = None
 
 
+@dataclass(frozen=True)
+class Stop:
+    """The call that pins pages and failed: the address at which it began, and whether it asked to write.
+
+    GUP returns how many pages it took if it took any, and its caller goes on behind them
+    (`__ib_umem_get_va`), so a call that fails does so at its first page. None: not recorded.
+    """
+
+    address: int | None
+    write: bool | None
+
+
 @dataclass
 class Trace:
     """A trace of docs/record.md. `status` is `complete`, `spoiled`, `unavailable`, `off` or `absent`."""
@@ -68,6 +78,7 @@ class Trace:
     probed: frozenset[str] | None = None
     probed_failures: frozenset[str] = frozenset()
     gup_calls: list[dict[str, Any]] = field(default_factory=list)
+    stop: Stop | None = None
     tree: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -159,6 +170,8 @@ def _fill(trace: Trace, value: Mapping[str, Any]) -> str:
                 continue  # a function that returns nothing, or one seen at its entry
             trace.returns.append((name, ret))
             _note_gup_call(trace, name, ret, event)
+            if name in GUP:
+                trace.stop = _stop(event) if ret < 0 else None
             if name == "migrate_pages":
                 # The tracepoint lies within the function, so it comes right before the return.
                 within = seen[-1] if seen and seen[-1].returned is None else None
@@ -221,6 +234,13 @@ def _note_gup_call(trace: Trace, name: str, ret: int, event: Mapping[str, Any]) 
             "start": whole_number(args.get("start")) if isinstance(args, Mapping) else None,
         }
     )
+
+
+def _stop(event: Mapping[str, Any]) -> Stop:
+    args = event.get("args")
+    args = args if isinstance(args, Mapping) else {}
+    flags = args.get("flags")
+    return Stop(whole_number(args.get("start")), "FOLL_WRITE" in flags if isinstance(flags, list) else None)
 
 
 def _for_a_pin(tracepoint: Migration | None, caller: object) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from regrepro.judge.facts import Facts, Pass, Registration
-from regrepro.judge.layers import Layer, classify
+from regrepro.judge.layers import MOVE_REFUSED, Layer, classify
 from regrepro.judge.pagestate import PIN_BIAS, UNPINNABLE, cache_references, whole_number
 from regrepro.judge.rules import CONTRADICTED, MISSING, OK, Check
 from regrepro.judge.spans import Spans
@@ -51,7 +51,7 @@ def judge_watched(facts: Facts, run: Pass, registration: Registration) -> Findin
     ]
     owner = _owner(registration)
     contradicted = [check for check in checks if check.state == CONTRADICTED]
-    source = "__migrate_folio, mm/migrate.c"
+    source = MOVE_REFUSED
     if contradicted:
         layer = Layer("page-migration", contradicted[0].text, "observed", source)
         reason = f"{what}: migrate_pages left {left} behind, but {contradicted[0].text}"

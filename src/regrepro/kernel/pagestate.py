@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from regrepro.core.memory import Range
 from regrepro.core.pages import (
     NO_PFN,
     PAGE_SIZE,
@@ -43,7 +44,7 @@ STATE_NAMES = {
 
 # Bits of /proc/kpageflags (include/uapi/linux/kernel-page-flags.h, include/linux/kernel-page-flags.h).
 KPF_SWAPCACHE, KPF_ANON, KPF_COMPOUND_HEAD, KPF_COMPOUND_TAIL, KPF_HUGE = 13, 12, 15, 16, 17
-KPF_NOPAGE, KPF_THP, KPF_ZERO_PAGE = 20, 22, 24
+KPF_NOPAGE, KPF_KSM, KPF_THP, KPF_ZERO_PAGE = 20, 21, 22, 24
 KPF_RESERVED, KPF_PRIVATE, KPF_PRIVATE_2 = 32, 35, 36
 
 GUP_PIN_COUNTING_BIAS = (
@@ -164,10 +165,11 @@ class PageState:
         pages in none.
         """
         code = self.state.astype(np.int64)
-        for bit, trait in ((8, self.large), (16, self.file), (32, self.exclusive)):
+        ksm = None if self.flags is None else (self.flags & np.uint64(1 << KPF_KSM)) != 0
+        for bit, trait in ((8, self.large), (16, self.file), (32, self.exclusive), (64, ksm)):
             if trait is not None:
                 code |= np.where(trait, bit, 0)
-        # Which of the three is known is the same for all pages.
+        # Which of them is known is the same for all pages.
         answer: list[list[Any]] = []
         for i, n, value in runs(code).tolist():
             state = value & 7
@@ -181,6 +183,8 @@ class PageState:
                     words.append("exclusive" if value & 32 else "shared")
                 if self.large is not None and value & 8:
                     words.append("large")
+                if value & 64:
+                    words.append("ksm")
             answer.append([i, n, " ".join(words)])
         return answer
 
@@ -203,6 +207,7 @@ class PageReader:
         self._opened_by = -1
         self._pagemap = self._flags = self._counts = -1
         self._kcore: Kcore | None = None
+        self._tells_ksm = False
         self.problems: list[str] = []
 
     def close(self) -> None:
@@ -242,6 +247,28 @@ class PageReader:
             except KcoreError as error:
                 self.problems.append(f"/proc/kcore: {error}")
         self._opened_by = os.getpid()
+        self._tells_ksm = self._flags >= 0 and self._fresh_page_is_unmerged()
+
+    def _fresh_page_is_unmerged(self) -> bool:
+        """Whether a page that this process has just touched is not said to be merged by KSM.
+
+        From 6.10 on kernels set KPF_KSM for every anonymous page (`stable_page_flags`, fs/proc/page.c, tested
+        PAGE_MAPPING_KSM, which holds PAGE_MAPPING_ANON's bit): seen on 6.12, no more on 7.3.
+        """
+        pagemap = self._open_one("/proc/self/pagemap")
+        if pagemap < 0:
+            return False
+        try:
+            with Range.anonymous(PAGE_SIZE, huge=False) as memory:
+                memory.populate()
+                entries = decode_pagemap(read_pagemap(pagemap, memory.address, 1))
+                if entries.hidden:
+                    return False
+                return not int(read_entries_at(self._flags, entries.pfn)[0]) >> KPF_KSM & 1
+        except OSError:
+            return False
+        finally:
+            os.close(pagemap)
 
     def _open_one(self, path: str) -> int:
         try:
@@ -322,6 +349,8 @@ class PageReader:
     def _add_counts(self, result: PageState, entries: PagemapEntries, sources: list[str]) -> None:
         if self._flags >= 0:
             result.flags = read_entries_at(self._flags, entries.pfn)
+            if not self._tells_ksm:
+                result.flags &= ~np.uint64(1 << KPF_KSM)
             sources.append("/proc/kpageflags")
             result.large = flag_pages(entries, result.flags, _BITS, result.place, UNKNOWN)
         sections = self.memory_map.sections

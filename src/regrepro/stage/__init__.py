@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from regrepro.errors import Unmet, UsageError
 from regrepro.errors import errno_name as name_of
+from regrepro.kernel import own_process
 from regrepro.record import Encoded, RecordWriter, encoded
 from regrepro.scenario import Change, Value
 from regrepro.stage import buffers, own_pin, pins, series
@@ -116,6 +117,7 @@ class Stage:
             tuple[_Written, str]
         ] = []  # written by the event that is being made, under a key
         self._known: dict[int, tuple[PageState, tuple[bytes, ...]]] = {}
+        self._locked = own_process.Locked()
 
     # What a body calls
 
@@ -345,14 +347,18 @@ class Stage:
         may_infer = not counts and buffer.backing == "anonymous"
         before = self._look_again(buffer) if may_infer else _Look(self._look(buffer, counts=counts))
         alive_before = [pin.alive() for pin in held]
+        limits = self._locked.read()
 
         def call() -> None:
             made._region = registrar.register(verb, start, size, iova=target, access=flags, fd=fd)
 
         error, trace, seconds = self._call(call, success_is_plain=made.id > _TRACED_SUCCESSES)
         alive_after = [pin.alive() for pin in held]
+        refused: dict[str, Any] = {}
         if error is not None:
             made.errno = errno_name(error)
+            refused = self._of_refusal(start, size)
+            limits["vmpin_after"] = self._locked.read().get("vmpin", 0)
         else:
             self._registrations.append(made)
         if may_infer and error is None:
@@ -379,6 +385,8 @@ class Stage:
             ],
             trace=trace,
             stand_in=registrar.stand_in,
+            limits=limits,
+            **refused,
             **(
                 self._pages("before", buffer, before.state, inferred=before.inferred)
                 | self._pages("after", buffer, after.state, inferred=after.inferred)
@@ -562,6 +570,7 @@ class Stage:
             self.release(pin)
         for buffer in list(self._buffers):
             self._free(buffer)
+        self._locked.close()
         self.backend.close()
 
     # Within
@@ -635,6 +644,14 @@ class Stage:
         if self._tracer is not None:
             trace = self._tracer.end(token, succeeded=success_is_plain and refusal is None)
         return refusal, trace, round(seconds, 9)
+
+    def _of_refusal(self, address: int, length: int) -> dict[str, Any]:
+        """What is mapped where a registration was refused, and whether this kernel refuses such a mapping."""
+        lines = own_process.mappings(address, length)
+        facts: dict[str, Any] = {"mappings": lines}
+        if any(line.split(maxsplit=2)[1].startswith(("rw-s", "-w-s", "rwxs")) for line in lines or ()):
+            facts["refuses_writable_files"] = own_process.refuses_writable_files()
+        return facts
 
     def _look(self, buffer: Buffer, *, counts: bool) -> PageState | None:
         if buffer.no_pages:
