@@ -142,8 +142,7 @@ class MemoryMap:
                     return self._locate_now(pfns, own)
             return self._locate_now(pfns, kcore)
         except (OSError, KcoreError, IndexError, ValueError) as error:
-            why = error.strerror if isinstance(error, OSError) else str(error)
-            return _nowhere(pfns, f"the pageblocks of these pages could not be read again: {why}")
+            return _nowhere(pfns, f"the pageblocks of these pages could not be read again: {_why(error)}")
 
     def _locate_now(self, pfns: NDArray[np.uint64], kcore: Kcore) -> Located:
         assert self.sections is not None and self._page_zones is not None
@@ -188,6 +187,50 @@ class MemoryMap:
         self.__dict__.update(read_memory_map().__dict__)
         self._renewals = renewals
         return self.sections is not None
+
+    def check(self) -> dict[str, Any]:
+        """Look whether the map still holds, and bring it up to date: the zones, and where they are the same
+        the bits of every pageblock. Return the keys of event `memory-map-check` (docs/record.md).
+
+        /proc/pagetypeinfo is read only where zones changed.
+        """
+        was = (self.unpinnable_ranges, zones.layout_of(self.zones))
+        problems: list[str] = []
+        sources = [str(zones.ZONEINFO)]
+        same_zones = self.zones_changed() is False
+        complete = same_zones
+        if not same_zones:
+            self.renew()
+            complete, problems, sources = self.complete, self.problems, self.sources
+        elif self.sections is not None and self._page_zones is not None:
+            sources.append(self.placed_by)
+            try:
+                self._draw_again(self._page_zones)
+                complete = self.complete
+            except (OSError, KcoreError, IndexError, ValueError) as error:
+                complete = False
+                problems = [f"the pageblock bitmap could not be read again: {_why(error)}"]
+        else:
+            complete = self.complete
+        return {
+            "complete": complete,
+            "has_unpinnable": self.has_unpinnable if complete or self.has_unpinnable else None,
+            "changed": was != (self.unpinnable_ranges, zones.layout_of(self.zones)),
+            "sources": sources,
+            "problems": problems,
+        }
+
+    def _draw_again(self, page_zones: PageZones) -> None:
+        """Draw the map by the bits of every pageblock as they are now; zones must be the same."""
+        assert self.sections is not None
+        end = max((zone.end_pfn for zone in self.zones if zone.populated), default=0)
+        with Kcore() as kcore:
+            sections = read_sections(kcore, self.sections.layout, end)
+            ranges = _draw(sections, self.zones, page_zones.over(kcore, sections))
+        self.sections, self._ranges = sections, ranges
+        self.unpinnable_ranges = _unpinnable(ranges)
+        self.complete = _all_known(ranges)
+        self.has_unpinnable = True if self.unpinnable_ranges else (False if self.complete else None)
 
     def zones_changed(self) -> bool | None:
         """Whether /proc/zoneinfo shows other zones than when the map was read; None where it cannot be
@@ -390,7 +433,7 @@ class _Builder:
         self.sections = sections
         # Zones of single pages, asked for while kcore is open.
         self.page_zones = page_zones
-        self._draw_from_bitmap(sections, page_zones)
+        self.ranges = _draw(sections, self.zones, page_zones)
 
     def _read_cma_areas_of_kernel(self, kcore: Kcore, btf: Btf) -> None:
         """Read `cma_areas[]` (mm/cma.c): name, size and exact ranges."""
@@ -443,37 +486,6 @@ class _Builder:
                 area.sources.append("boot messages")
 
     ranges: _Ranges | None = None
-
-    def _draw_from_bitmap(self, sections: Sections, page_zones: PageZones) -> None:
-        """Give every pageblock its code and node."""
-        layout = sections.layout
-        blocks = layout.blocks_per_section
-        first = (
-            (sections.numbers[:, None] << np.uint64(layout.section_shift))
-            + (np.arange(blocks, dtype=np.uint64) << np.uint64(layout.pageblock_order))
-        ).reshape(-1)
-        size = np.uint64(1 << layout.pageblock_order)
-        zone_of = np.full(len(first), -1, dtype=np.int32)
-        several = np.zeros(len(first), dtype=bool)
-        populated = [zone for zone in self.zones if zone.populated]
-        for i, zone in enumerate(populated):
-            inside = (first + size > np.uint64(zone.start_pfn or 0)) & (first < np.uint64(zone.end_pfn))
-            several |= inside & (zone_of >= 0)
-            zone_of[inside & (zone_of < 0)] = i
-        if several.any():
-            number, node = page_zones.of(first[several])
-            by_number = np.full(len(number), -1, dtype=np.int32)
-            for i, zone in enumerate(populated):
-                if zone.name in layout.zone_names:
-                    by_number[(number == layout.zone_names.index(zone.name)) & (node == zone.node)] = i
-            zone_of[several] = by_number
-        inside_zone = zone_of >= 0
-        first, zone_of = first[inside_zone], zone_of[inside_zone]
-        types = sections.types.reshape(-1)[inside_zone]
-        movable = np.array([zone.name == "Movable" for zone in populated])
-        node_of_zone = np.array([zone.node for zone in populated], dtype=np.int32)
-        code = _codes(layout, types, movable[zone_of])
-        self.ranges = _merge(first, first + size, code, node_of_zone[zone_of])
 
     def _draw_from_zones(self) -> None:
         """Without the bitmap: what zones, block counts and known CMA areas prove."""
@@ -564,15 +576,8 @@ class _Builder:
             self._draw_from_zones()
         ranges = self.ranges
         assert ranges is not None
-        selected = np.isin(ranges.code, UNPINNABLE)
-        unpinnable = [
-            (int(first), int(end), PLACE_NAMES[int(code)])
-            for first, end, code in zip(
-                ranges.start[selected], ranges.end[selected], ranges.code[selected], strict=True
-            )
-        ]
-        known = bool(len(ranges.start)) and not (ranges.code == UNKNOWN).any()
-        complete = known and self.selfcheck["passed"] is not False
+        unpinnable = _unpinnable(ranges)
+        complete = _all_known(ranges) and self.selfcheck["passed"] is not False
         has: bool | None
         if self._some_unpinnable() or unpinnable:
             has = True
@@ -621,6 +626,48 @@ class _Builder:
         return left
 
 
+def _draw(sections: Sections, zones_: list[Zone], page_zones: PageZones) -> _Ranges:
+    """Give every pageblock its code and node."""
+    layout = sections.layout
+    blocks = layout.blocks_per_section
+    first = (
+        (sections.numbers[:, None] << np.uint64(layout.section_shift))
+        + (np.arange(blocks, dtype=np.uint64) << np.uint64(layout.pageblock_order))
+    ).reshape(-1)
+    size = np.uint64(1 << layout.pageblock_order)
+    zone_of = np.full(len(first), -1, dtype=np.int32)
+    several = np.zeros(len(first), dtype=bool)
+    populated = [zone for zone in zones_ if zone.populated]
+    for i, zone in enumerate(populated):
+        inside = (first + size > np.uint64(zone.start_pfn or 0)) & (first < np.uint64(zone.end_pfn))
+        several |= inside & (zone_of >= 0)
+        zone_of[inside & (zone_of < 0)] = i
+    if several.any():
+        number, node = page_zones.of(first[several])
+        by_number = np.full(len(number), -1, dtype=np.int32)
+        for i, zone in enumerate(populated):
+            if zone.name in layout.zone_names:
+                by_number[(number == layout.zone_names.index(zone.name)) & (node == zone.node)] = i
+        zone_of[several] = by_number
+    inside_zone = zone_of >= 0
+    first, zone_of = first[inside_zone], zone_of[inside_zone]
+    types = sections.types.reshape(-1)[inside_zone]
+    movable = np.array([zone.name == "Movable" for zone in populated])
+    node_of_zone = np.array([zone.node for zone in populated], dtype=np.int32)
+    code = _codes(layout, types, movable[zone_of])
+    return _merge(first, first + size, code, node_of_zone[zone_of])
+
+
+def _unpinnable(ranges: _Ranges) -> list[tuple[int, int, str]]:
+    chosen = np.isin(ranges.code, UNPINNABLE)
+    columns = (ranges.start[chosen], ranges.end[chosen], ranges.code[chosen])
+    return [(int(first), int(end), PLACE_NAMES[int(code)]) for first, end, code in zip(*columns, strict=True)]
+
+
+def _all_known(ranges: _Ranges) -> bool:
+    return bool(len(ranges.start)) and not (ranges.code == UNKNOWN).any()
+
+
 def _codes(layout: BitmapLayout, types: NDArray[np.uint8], movable: NDArray[Any]) -> NDArray[np.uint8]:
     """Return the place of pageblocks by migratetype and whether they lie in ZONE_MOVABLE."""
     code = np.where(movable, MOVABLE_ZONE, ORDINARY).astype(np.uint8)
@@ -648,6 +695,10 @@ def _place_of(
     code = _codes(layout, types, np.isin(number, [i for i in known if layout.zone_names[i] == "Movable"]))
     certain = online & np.isin(number, known) & (types < layout.types)
     return np.where(certain, code, np.uint8(UNKNOWN)), np.where(certain, node, -1).astype(np.int32)
+
+
+def _why(error: Exception) -> str:
+    return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
 
 
 def _nowhere(pfns: NDArray[np.uint64], problem: str) -> Located:

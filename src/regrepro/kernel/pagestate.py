@@ -1,8 +1,8 @@
 """The state of a range's pages at one moment: where each lies, and who refers to it.
 
-Sources: /proc/PID/pagemap (PFN), the pageblocks' bits and zones at that moment (place, node), /proc/kpageflags and /proc/kpagecount (flags,
-map count), struct page through /proc/kcore (reference and pin counts). All are read in bulk, by C. What this
-user may not read is None, and `problems` says so.
+Sources: /proc/PID/pagemap (PFN), the bits and zones of their pageblocks at that moment (place, node),
+/proc/kpageflags and /proc/kpagecount (flags, map count), struct page through /proc/kcore (reference and pin
+counts). All are read in bulk, by C. What this user may not read is None, and `problems` says so.
 """
 
 from __future__ import annotations
@@ -218,12 +218,6 @@ class PageReader:
             self._kcore = None
         self._opened_by = -1
 
-    def use(self, memory_map: MemoryMap) -> None:
-        """Go on with a newer map: after a memory block changed its zone."""
-        self.memory_map = memory_map
-        if self._kcore is not None:
-            self._kcore.refresh()
-
     def _open(self) -> None:
         """Open the files once in each process: /proc/self/pagemap shows the memory of whoever opened it."""
         if self._opened_by == os.getpid():
@@ -289,6 +283,15 @@ class PageReader:
                 self._mark_pfn_maps(result)
         result.source = ", ".join(sources)
         return result
+
+    def same_places(self, state: PageState) -> bool:
+        """Whether the frames of a state that was read before still lie in the same places, by the bits and
+        zones of their pageblocks as they are now.
+        """
+        self._open()
+        located = self.memory_map.locate_now(state.pfn, self._kcore)
+        hidden = (state.place == UNKNOWN) & (state.pfn == NO_PFN)
+        return bool(((located.place == state.place) | hidden).all())
 
     def _mark_pfn_maps(self, result: PageState) -> None:
         """Tell pages of a PFN map, which pagemap shows as absent (walk_page_test(), mm/pagewalk.c), from

@@ -50,6 +50,9 @@ _ALWAYS_COUNT_PAGES = 1024
 # it.
 _TRACED_SUCCESSES = 16
 
+# Lines of /proc/self/maps that an event holds at most.
+_MAPPINGS = 64
+
 # A page state whose text is longer is written once; events that find it unchanged refer to it.
 _REFER_ABOVE = 2000
 
@@ -351,8 +354,11 @@ class Stage:
 
         error, trace, seconds = self._call(call, success_is_plain=made.id > _TRACED_SUCCESSES)
         alive_after = [pin.alive() for pin in held]
+        mapped: dict[str, Any] = {}
         if error is not None:
             made.errno = errno_name(error)
+            # Of a success nobody asks, and a loop of them need not pay for it.
+            mapped = _mapped(self.backend.mappings(start, size), start)
         else:
             self._registrations.append(made)
         if may_infer and error is None:
@@ -379,6 +385,7 @@ class Stage:
             ],
             trace=trace,
             stand_in=registrar.stand_in,
+            **mapped,
             **(
                 self._pages("before", buffer, before.state, inferred=before.inferred)
                 | self._pages("after", buffer, after.state, inferred=after.inferred)
@@ -646,11 +653,17 @@ class Stage:
 
         A page of anonymous memory that this process does not share changes its frame by migration, by being
         swapped out, by the collapse of a huge page, or by a fault of this process. The kernel counts each of
-        them (`System.movements`); where none was counted, the pages lie where they lay.
+        them (`System.movements`); where none was counted, the pages have the frames that they had. What
+        their pageblocks are is read again.
         """
         counted = self.backend.movements()
         known = self._known.get(buffer.id)
-        if known is not None and counted is not None and known[1] == counted:
+        if (
+            known is not None
+            and counted is not None
+            and known[1] == counted
+            and self.backend.same_places(known[0])
+        ):
             return _Look(known[0], inferred=True)
         state = self._look(buffer, counts=False)
         if state is not None and counted is not None:
@@ -716,8 +729,17 @@ _NO_MAP = "no map of this node's memory could be read"
 
 _INFERRED = {
     "how": "inferred",
-    "source": "as read before; /proc/vmstat counted no migration, swap or collapse since, getrusage no fault",
+    "source": "frames as read before: since then /proc/vmstat counted no migration, swap or collapse, and "
+    "getrusage no fault; their places were read again",
 }
+
+
+def _mapped(lines: list[str], address: int) -> dict[str, Any]:
+    """Return what a range is mapped to, as keys of an event: the line at its address, all where it touches
+    more.
+    """
+    at = lines[0] if lines and int(lines[0].partition("-")[0], 16) <= address else ""
+    return {"vma": at} | ({"mappings": lines[:_MAPPINGS]} if len(lines) > 1 else {})
 
 
 def _same(one: Any, other: Any) -> bool:
