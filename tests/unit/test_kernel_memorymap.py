@@ -191,6 +191,36 @@ def test_without_the_bitmap_places_hold_while_the_zones_do(tmp_path: Path, read:
     assert now(seen, 64 * BLOCK, 5, 0) == [UNKNOWN, UNKNOWN, ABSENT]
 
 
+def test_a_second_look_at_a_map_that_held(tmp_path: Path, read: Read) -> None:
+    kernel = with_cma(tmp_path)
+    kernel.types |= dict.fromkeys(range(100, 124), 1)
+    seen = read(kernel)
+    (tmp_path / "pagetypeinfo").unlink()  # it is not read for this
+    found = seen.check()
+    assert (found["complete"], found["has_unpinnable"], found["changed"]) == (True, False, False)
+    kernel.types[30] = kernel.names.index("Isolate")
+    kernel.write()
+    (tmp_path / "pagetypeinfo").unlink()
+    found = seen.check()
+    assert (found["complete"], found["has_unpinnable"], found["changed"]) == (True, True, True)
+    assert seen.unpinnable_ranges == [(30 * BLOCK, 31 * BLOCK, "isolate")]  # what the next pass begins with
+    (tmp_path / "kcore").unlink()
+    assert seen.check()["complete"] is False
+
+
+def test_a_second_look_at_zones_that_changed(tmp_path: Path, read: Read) -> None:
+    kernel = FakeKernel(tmp_path, [FakeZone(0, "Normal", 1, 128 * BLOCK - 1)], dict.fromkeys(range(128), 1))
+    seen = read(kernel)
+    kernel.zones = [FakeZone(0, "Normal", 1, 64 * BLOCK - 1), FakeZone(0, "Movable", 64 * BLOCK, 64 * BLOCK)]
+    kernel.write()
+    assert seen.check().items() >= {"complete": True, "has_unpinnable": True, "changed": True}.items()
+    kernel.zones = [FakeZone(0, "Normal", 1, 128 * BLOCK - 1)]
+    kernel.write()
+    (tmp_path / "pagetypeinfo").unlink()
+    found = seen.check()
+    assert found["has_unpinnable"] is None and found["complete"] is False and found["problems"]
+
+
 @pytest.mark.parametrize("shift", [0, 3, 6, 10])
 def test_any_node_field(tmp_path: Path, read: Read, shift: int) -> None:
     assert read(with_cma(tmp_path, nodes_shift=shift)).selfcheck["passed"] is True

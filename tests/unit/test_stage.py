@@ -406,6 +406,33 @@ def test_nothing_is_inferred_where_a_pin_is_held_or_the_registration_refused(ben
     assert bench.events("register")[-1]["after"]["how"] == "observed"
 
 
+def test_a_large_state_is_read_again_when_its_pageblocks_changed(bench: Bench) -> None:
+    """An isolated block moves no page: no counter of the kernel's tells."""
+    buffer = bench.stage.buffer(pages=2000, place="any")
+    bench.stage.register(buffer).deregister()
+    bench.stage.register(buffer).deregister()
+    pfn, _ = bench.backend.pages[buffer.address]
+    bench.backend.pages[buffer.address] = (pfn, 1)
+    bench.stage.register(buffer)
+    assert bench.events("register")[-1]["before"]["place"][0] == [0, 1, "cma"]
+
+
+def test_what_a_refused_range_is_mapped_to(bench: Bench) -> None:
+    """It is read when the call has returned; a success need not pay for it."""
+    buffer, other = bench.stage.buffer(pages=2), bench.stage.buffer(pages=1)
+    bench.stage.register(buffer).deregister()
+    bench.backend._registrar.register = lambda *a, **k: (_ for _ in ()).throw(OSError(errno.EFAULT, ""))
+    bench.stage.register(buffer)
+    bench.stage.register(buffer, length=other.address + other.length - buffer.address)
+    bench.stage.register(buffer, address=1 << 20, length=1)
+    taken, refused, both, none = bench.events("register")
+    assert "vma" not in taken
+    assert refused["vma"] == buffer._memory.vma() and "mappings" not in refused
+    assert both["vma"] == buffer._memory.vma()
+    assert both["mappings"] == [buffer._memory.vma(), other._memory.vma()]
+    assert none["vma"] == "" and "mappings" not in none
+
+
 def test_without_the_kernels_counters_everything_is_read(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
