@@ -97,6 +97,12 @@ class Environment:
 
         return read_memory_map()
 
+    def block_events(self) -> Any:
+        """Count changes of memory blocks from now on."""
+        from regrepro.kernel.memoryblocks import BlockEvents
+
+        return BlockEvents()
+
     def online_movable(
         self, journal: Any, memory_map: Any, report: Callable[[dict[str, Any]], object]
     ) -> Any:
@@ -265,6 +271,7 @@ class _Run:
         self._unmet: Unmet | None = None  # of the run: no pass can do without
         self._memory_map: MemoryMap | None = None
         self._pressing: mmap.mmap | None = None
+        self._block_events: Any = None
 
     def run(self, planned: list[Pass], lab: dict[str, Any] | None) -> None:
         environment, options = self._environment, self._options
@@ -313,6 +320,8 @@ class _Run:
             self._map()  # the block lies in ZONE_MOVABLE now
         if self._memory_map is not None:
             writer.event("memory-map", **self._memory_map.as_record())
+        self._block_events = self._environment.block_events()
+        cleanup.callback(self._block_events.close)
         if self._options.trace != "off":
             self._arm(journal, cleanup)
 
@@ -398,6 +407,7 @@ class _Run:
             self._child(one, backend, parent=parent, ready=ready, output=output, status=status)
         os.close(ready)
         entry = None
+        self._block_events.count()  # what changed before is in the map
         try:
             with contextlib.suppress(OSError, RegreproError, AttributeError):
                 entry = self._journal.add("process", pid=pid)
@@ -431,11 +441,14 @@ class _Run:
         status.close()
         if text:
             writer.event("note", **labels, text=f"the scenario printed: {text}", stand_in=None)
+        changed = self._check_map(labels)
         outcome = self._outcome(end, reached, labels)
         if entry is not None and outcome["outcome"] != "blocked":
             with contextlib.suppress(OSError, RegreproError):
                 self._journal.remove(entry)
         writer.event("scenario-end", **labels, **outcome, seconds=seconds)
+        if changed and self._memory_map is not None:
+            writer.event("memory-map", **self._memory_map.as_record())
         if reached == _RECORD_LOST:
             raise RecordProblem(
                 f"the record in {self._directory} could not be written",
@@ -443,6 +456,17 @@ class _Run:
                 hint="what was recorded before is whole",
             )
         return str(outcome["outcome"]), seconds
+
+    def _check_map(self, labels: dict[str, Any]) -> bool:
+        """Look at the node's memory once more and record whether the map held for this pass. Return whether
+        it changed: the next pass gets the new one.
+        """
+        if self._memory_map is None:
+            return False
+        found = self._memory_map.check()
+        blocks = self._block_events.count()
+        self._writer.event("memory-map-check", **labels, **found, block_events=blocks)
+        return bool(found["changed"])
 
     def _outcome(self, end: _End, reached: int, labels: dict[str, Any]) -> dict[str, Any]:
         """Return outcome and its particulars for scenario-end."""

@@ -201,6 +201,11 @@ class Builder:
             problems=[],
         )
 
+    def map_check(self, **keys: Any) -> None:
+        """Append the look at the memory map when the pass has ended: nothing changed, there is none."""
+        held = {"complete": True, "has_unpinnable": False, "changed": False, "block_events": 0}
+        self.event("memory-map-check", **held | {"sources": ["/proc/zoneinfo"], "problems": []} | keys)
+
     def begin(
         self,
         scenario: str = "pin_then_register",
@@ -466,6 +471,19 @@ def placement_record() -> Record:
     builder.pin(state(OUT), state(OUT, 1025))
     builder.register(state(OUT, 1025), state(OUT, 2049), pins=[1])
     builder.release(state(OUT, 1025))
+    builder.end()
+    return builder.done()
+
+
+def map_checked_record() -> Record:
+    """As `placement_record`, with the second look at the map, and a refusal that says what was mapped."""
+    builder = Builder()
+    builder.memory_map(has_unpinnable=False)
+    builder.begin(contract="none")
+    builder.buffer(state(OUT), placed="none-on-node")
+    line = "7f0000000000-7f0000008000 rw-p 00000000 00:00 0"
+    builder.register(state(OUT), state(OUT), errno="EFAULT", mappings=[line, line])
+    builder.map_check()
     builder.end()
     return builder.done()
 

@@ -39,6 +39,10 @@ class FakeMap:
             "problems": self.problems,
         }
 
+    def check(self) -> dict[str, Any]:
+        kept = {"complete": self.complete, "has_unpinnable": self.has_unpinnable, "problems": self.problems}
+        return kept | {"changed": False, "sources": []}
+
 
 @dataclass
 class FakeState:
@@ -208,6 +212,19 @@ class FakeBackend:
             numpy.array([1 + 1024 * n for n in pins]) if counts else None,
             problems=["PFNs are hidden"] if self.hidden else [],
         )
+
+    def same_places(self, state: FakeState) -> bool:
+        places = dict(self.pages.values())
+        return all(
+            places.get(int(pfn), ABSENT) == place for pfn, place in zip(state.pfn, state.place, strict=True)
+        )
+
+    def mappings(self, address: int, length: int) -> list[str]:
+        return [
+            f"{one.address:x}-{one.address + one.length:x} rw-p 00000000 00:00 0"
+            for one in self.ranges
+            if one.address < address + length and address < one.address + one.length
+        ]
 
     def move_out(self, address: int, length: int) -> None:
         pages = range(address, address + length, PAGE_SIZE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import resource
@@ -319,3 +320,25 @@ def test_running_out_of_mappings_names_the_limit() -> None:
     done = subprocess.run([sys.executable, "-c", RUN_OUT], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert f"vm.max_map_count={limit}" in done.stdout
+
+
+def test_lines_of_a_range() -> None:
+    """Neighbours that `gather()` leaves are one; another protection, or a file, is another mapping."""
+    with memory.Range.anonymous(8 * PAGE_SIZE, huge=False) as buffer:
+        [line] = memory.vma_lines(buffer.address, buffer.length)
+        assert line == memory.vma_line(buffer.address)
+        mprotect(buffer.address + 2 * PAGE_SIZE, PAGE_SIZE, 0)
+        lines = memory.vma_lines(buffer.address, buffer.length)
+        assert [text.split()[1] for text in lines] == ["rw-p", "---p", "rw-p"]
+        assert len(memory.vma_lines(buffer.address + 2 * PAGE_SIZE, PAGE_SIZE)) == 1
+    assert memory.vma_lines(4096, 4096) == []
+    lines = ["1000-2000 rw-p 00000000 00:00 0"]
+    memory._add_vma(lines, "2000-3000 rw-p 7f0000 00:00 0")
+    memory._add_vma(lines, "3000-4000 rw-s 00003000 00:01 77 /memfd:x (deleted)")
+    memory._add_vma(lines, "4000-5000 rw-s 00009000 00:01 77 /memfd:x (deleted)")
+    assert [text.split()[0] for text in lines] == ["1000-3000", "3000-4000", "4000-5000"]
+
+
+def mprotect(address: int, length: int, protection: int) -> None:
+    call = ctypes.CDLL(None, use_errno=True).mprotect
+    assert call(ctypes.c_void_p(address), ctypes.c_size_t(length), protection) == 0

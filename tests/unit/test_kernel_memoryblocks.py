@@ -226,3 +226,41 @@ def test_a_write_that_hangs_is_given_up(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert write_limited(tmp_path / "file", "online", 5) == 0
     assert (tmp_path / "file").read_text() == "online"
+
+
+class Announced:
+    """A netlink socket that hands these messages out."""
+
+    def __init__(self, *messages: bytes | OSError) -> None:
+        self.messages = list(messages)
+
+    def recv(self, size: int) -> bytes:
+        if not self.messages:
+            raise BlockingIOError
+        message = self.messages.pop(0)
+        if isinstance(message, OSError):
+            raise message
+        return message
+
+
+ONLINE = b"online@/devices/system/memory/memory35\0ACTION=online\0SUBSYSTEM=memory\0"
+OFFLINE = b"offline@/devices/system/memory/memory35\0ACTION=offline\0SUBSYSTEM=memory\0"
+CPU = b"offline@/devices/system/cpu/cpu1\0ACTION=offline\0SUBSYSTEM=cpu\0"
+ADDED = b"add@/devices/system/memory/memory36\0ACTION=add\0SUBSYSTEM=memory\0"
+
+
+@pytest.mark.parametrize(
+    ("messages", "count"),
+    [
+        ((), 0),
+        ((OFFLINE, CPU, ADDED, ONLINE), 2),
+        ((OFFLINE, OSError(errno.ENOBUFS, "lost"), ONLINE), None),
+        ((OSError(errno.EBADF, "closed"),), None),
+    ],
+)
+def test_changes_of_blocks_are_counted(messages: tuple[bytes | OSError, ...], count: int | None) -> None:
+    events = memoryblocks.BlockEvents()
+    events.close()
+    assert events.count() is None  # nobody listens
+    events._socket = Announced(*messages)  # type: ignore[assignment]
+    assert events.count() == count

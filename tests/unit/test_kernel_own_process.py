@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from regrepro.core.memory import Range
 from regrepro.kernel import own_process
 
 
@@ -36,14 +34,6 @@ def test_this_process_has_pinned_nothing() -> None:
     locked = own_process.Locked()
     assert locked.read()["vmpin"] == 0
     locked.close()
-
-
-def test_mappings_of_a_range_are_those_that_overlap_it() -> None:
-    with Range.anonymous(4 * mmap.PAGESIZE, huge=False) as memory:
-        lines = own_process.mappings(memory.address, memory.length)
-        assert lines is not None
-        assert any(line == memory.vma() for line in lines)
-    assert own_process.mappings(1 << 60, 1) == []
 
 
 @pytest.mark.parametrize(

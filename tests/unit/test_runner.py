@@ -83,6 +83,15 @@ class FakeEnvironment(runner.Environment):
     def memory_map(self) -> Any:
         return self.made_backend.memory_map
 
+    def block_events(self) -> Any:
+        class NoEvents:
+            def count(self) -> int:
+                return 0
+
+            def close(self) -> None: ...
+
+        return NoEvents()
+
     def online_movable(self, journal: Any, memory_map: Any, report: Any) -> Any:
         step = {"block": 7, "range": [1000, 2000], "errno": None}
         if self.block is None:

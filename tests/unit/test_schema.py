@@ -21,6 +21,7 @@ RECORDS = {
     "longterm": build.longterm_record,
     "placement": build.placement_record,
     "no-pin": build.no_pin_record,
+    "map-checked": build.map_checked_record,
 }
 
 

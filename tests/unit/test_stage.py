@@ -399,7 +399,8 @@ def test_what_the_kernel_counts_and_what_is_mapped_stand_beside_a_registration(
     """VmPin around the call; of a refused one its mappings, and whether the kernel refuses such files."""
     counted = iter(({"vmpin": 8192, "vmlck": 4096}, {"vmpin": 8192, "vmlck": 4096}, {"vmpin": 12288}))
     monkeypatch.setattr(own_process.Locked, "read", lambda _: dict(next(counted)))
-    monkeypatch.setattr(own_process, "mappings", lambda address, length: [f"{address:x}-{length:x} rw-s 0"])
+    shared = ["7f0000000000-7f0000008000 rw-s 00000000 08:01 77 /data/file"]
+    monkeypatch.setattr(bench.backend, "mappings", lambda address, length: shared)
     monkeypatch.setattr(own_process, "refuses_writable_files", lambda: True)
     buffer = bench.stage.buffer(pages=8)
     bench.stage.register(buffer)
@@ -410,7 +411,7 @@ def test_what_the_kernel_counts_and_what_is_mapped_stand_beside_a_registration(
     bench.stage.register(buffer)
     refused = bench.events("register")[-1]
     assert refused["limits"] == {"vmpin": 8192, "vmlck": 4096, "vmpin_after": 12288}
-    assert refused["mappings"] == [f"{buffer.address:x}-{buffer.length:x} rw-s 0"]
+    assert refused["mappings"] == shared
     assert refused["refuses_writable_files"] is True
 
 
@@ -426,6 +427,32 @@ def test_nothing_is_inferred_where_a_pin_is_held_or_the_registration_refused(ben
     bench.stage.register(buffer)
     assert bench.events("register")[-1]["after"]["refcount"] is not None
     assert bench.events("register")[-1]["after"]["how"] == "observed"
+
+
+def test_a_large_state_is_read_again_when_its_pageblocks_changed(bench: Bench) -> None:
+    """An isolated block moves no page: no counter of the kernel's tells."""
+    buffer = bench.stage.buffer(pages=2000, place="any")
+    bench.stage.register(buffer).deregister()
+    bench.stage.register(buffer).deregister()
+    pfn, _ = bench.backend.pages[buffer.address]
+    bench.backend.pages[buffer.address] = (pfn, 1)
+    bench.stage.register(buffer)
+    assert bench.events("register")[-1]["before"]["place"][0] == [0, 1, "cma"]
+
+
+def test_what_a_refused_range_is_mapped_to(bench: Bench) -> None:
+    """It is read when the call has returned; a success need not pay for it."""
+    buffer, other = bench.stage.buffer(pages=2), bench.stage.buffer(pages=1)
+    bench.stage.register(buffer).deregister()
+    bench.backend._registrar.register = lambda *a, **k: (_ for _ in ()).throw(OSError(errno.EFAULT, ""))
+    bench.stage.register(buffer)
+    bench.stage.register(buffer, length=other.address + other.length - buffer.address)
+    bench.stage.register(buffer, address=1 << 20, length=1)
+    taken, refused, both, none = bench.events("register")
+    assert "mappings" not in taken
+    assert refused["mappings"] == [buffer._memory.vma()]
+    assert both["mappings"] == [buffer._memory.vma(), other._memory.vma()]
+    assert none["mappings"] == []
 
 
 def test_without_the_kernels_counters_everything_is_read(

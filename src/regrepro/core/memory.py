@@ -277,16 +277,41 @@ def equal(left: int, right: int, length: int) -> bool:
 
 def vma_line(address: int) -> str:
     """Return the line of /proc/self/maps that holds the address, or "" if there is none or no /proc."""
+    return next(iter(vma_lines(address, 1) or ()), "")
+
+
+def vma_lines(address: int, length: int) -> list[str] | None:
+    """Return the lines of /proc/self/maps that a range touches; None where there is no /proc.
+
+    Neighbours of anonymous memory that differ in their offsets alone, as `gather()` leaves them, stand as
+    one.
+    """
+    found: list[str] = []
     try:
         with Path("/proc/self/maps").open(encoding="utf-8", errors="replace") as maps:
             for line in maps:
-                start, _, rest = line.partition("-")
-                end, _, _ = rest.partition(" ")
-                if int(end, 16) > address:
-                    return line.rstrip("\n") if int(start, 16) <= address else ""
+                start, end = (int(part, 16) for part in line.split(" ", 1)[0].split("-"))
+                if start >= address + max(length, 1):
+                    break
+                if end > address:
+                    _add_vma(found, line.rstrip("\n"))
     except OSError:
-        pass
-    return ""
+        return None
+    return found
+
+
+def _add_vma(lines: list[str], line: str) -> None:
+    """Add a line of /proc/self/maps, joined with the one before where both are of one anonymous memory."""
+    span, protection, _, *rest = line.split(maxsplit=5)
+    if lines:
+        last, its_protection, its_offset, *its_rest = lines[-1].split(maxsplit=5)
+        first, _, middle = last.partition("-")
+        start, _, end = span.partition("-")
+        anonymous = rest[1] == "0"  # the inode
+        if anonymous and middle == start and (protection, rest) == (its_protection, its_rest):
+            lines[-1] = " ".join([f"{first}-{end}", protection, its_offset, *rest])
+            return
+    lines.append(line)
 
 
 class GatherError(OSError):

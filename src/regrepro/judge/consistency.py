@@ -71,7 +71,7 @@ def _memory_map(facts: Facts, run: Pass) -> Iterator[Flaw]:
     """A map that knows no unpinnable memory cannot hold any. Memory blocks may become movable in a run, and
     pageblocks isolated; CMA areas are made at boot (`cma_init_reserved_areas`, mm/cma.c).
     """
-    known = facts.memory_map
+    known = run.memory_map
     if known is None:
         return
     if known.complete and known.selfcheck is False:

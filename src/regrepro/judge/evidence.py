@@ -22,7 +22,7 @@ def _item(value: Any, how: str, source: str) -> dict[str, Any]:
 def gather(facts: Facts, run: Pass, registration: Registration | None, layer: Layer | None) -> dict[str, Any]:
     """Return the evidence of a scenario: everything that its verdict can rest on, present or missing."""
     found: dict[str, Any] = {"kernel": _item(facts.kernel, OBSERVED, "uname")}
-    memory_map = facts.memory_map
+    memory_map = run.memory_map or facts.memory_map
     if memory_map is None:
         found["memory_map"] = _item(None, MISSING, "the record holds no memory map")
     else:
@@ -32,6 +32,8 @@ def gather(facts: Facts, run: Pass, registration: Registration | None, layer: La
         }
         if memory_map.problems:
             value["problems"] = memory_map.problems
+        if run.map_check is not None:
+            value["after_the_pass"] = run.map_check.has_unpinnable
         found["memory_map"] = _item(value, OBSERVED, ", ".join(memory_map.sources) or "not recorded")
     stand_ins = _stand_ins(facts, run)
     if stand_ins:

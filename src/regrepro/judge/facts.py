@@ -181,6 +181,8 @@ class Pass:
     transfers: list[Mapping[str, Any]] = field(default_factory=list)
     steps: list[Mapping[str, Any]] = field(default_factory=list)
     notes: list[Mapping[str, Any]] = field(default_factory=list)
+    memory_map: MemoryMap | None = None  # the last one before it began
+    map_check: MapCheck | None = None
     unmet: Mapping[str, Any] | None = None
     exception: Mapping[str, Any] | None = None
     end: Mapping[str, Any] | None = None
@@ -212,6 +214,36 @@ class MemoryMap:
     problems: list[str]
     sources: list[str]
     ranges: int = 0  # of unpinnable memory
+
+    @property
+    def none(self) -> bool:
+        """Whether it proves that the node had no unpinnable memory when it was read."""
+        return self.complete and self.has_unpinnable is False
+
+
+@dataclass
+class MapCheck:
+    """The look at the node's memory when a pass had ended: whether the map held."""
+
+    complete: bool
+    has_unpinnable: bool | None
+    changed: bool | None
+    block_events: int | None  # memory blocks that went online or offline during the pass; None: not known
+    problems: list[str]
+
+    @property
+    def flaw(self) -> str:
+        """Why the node may have had unpinnable memory during the pass, or an empty string."""
+        if self.has_unpinnable:
+            return "there was unpinnable memory when the pass had ended"
+        if not self.complete or self.has_unpinnable is None:
+            why = f" ({self.problems[0]})" if self.problems else ""
+            return f"whether there was none when the pass had ended is not known{why}"
+        if self.changed is not False:
+            return "the node's memory zones changed during the pass"
+        if self.block_events:
+            return f"memory blocks went online or offline {self.block_events} times during the pass"
+        return ""
 
 
 @dataclass
@@ -283,6 +315,10 @@ def _text_or_none(value: object) -> str | None:
     return value if isinstance(value, str) else None
 
 
+def _texts(value: object) -> list[str]:
+    return [text for text in value if isinstance(text, str)] if isinstance(value, list) else []
+
+
 def _flag(value: object) -> bool | None:
     return value if isinstance(value, bool) else None
 
@@ -309,6 +345,7 @@ KNOWN = frozenset(
     {
         "note",
         "memory-map",
+        "memory-map-check",
         "reservation",
         "online-movable",
         "scenario-begin",
@@ -427,15 +464,14 @@ def _of_the_run(facts: Facts, kind: str, event: Mapping[str, Any]) -> None:
         for zone in zones if isinstance(zones, list) else []:
             count = whole_number(_mapping(_mapping(zone).get("blocks")).get("CMA", 0))
             blocks = None if blocks is None or count is None else blocks + count
-        problems, sources = event.get("problems"), event.get("sources")
         ranges = event.get("unpinnable_ranges")
         facts.memory_map = MemoryMap(
             event.get("complete") is True,
             _flag(event.get("has_unpinnable")),
             blocks,
             _flag(_mapping(event.get("selfcheck")).get("passed")),
-            [text for text in problems if isinstance(text, str)] if isinstance(problems, list) else [],
-            [text for text in sources if isinstance(text, str)] if isinstance(sources, list) else [],
+            _texts(event.get("problems")),
+            _texts(event.get("sources")),
             len(ranges) if isinstance(ranges, list) else 0,
         )
     elif kind == "lab":
@@ -449,6 +485,7 @@ def _of_a_pass(current: Pass, facts: Facts, kind: str, seq: int, event: Mapping[
         if current.begun:
             raise _Malformed("this pass began before")
         current.begun = True
+        current.memory_map = facts.memory_map
         current.file = _text(event.get("file"))
         current.declared = _mapping(event.get("declared"))
         current.contract = _text(event.get("contract"))
@@ -461,6 +498,14 @@ def _of_a_pass(current: Pass, facts: Facts, kind: str, seq: int, event: Mapping[
     elif kind == "scenario-end":
         # The parent's word comes last: a child may have said "finished" and been killed then.
         current.end = event
+    elif kind == "memory-map-check":
+        current.map_check = MapCheck(
+            event.get("complete") is True,
+            _flag(event.get("has_unpinnable")),
+            _flag(event.get("changed")),
+            whole_number(event.get("block_events")),
+            _texts(event.get("problems")),
+        )
     elif kind == "buffer":
         _buffer(current, facts, seq, event)
     elif kind == "pin":

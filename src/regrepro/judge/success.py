@@ -8,6 +8,7 @@ from typing import Any
 from regrepro.judge import owners, rules
 from regrepro.judge.controls import judge_controls, moved_by_pin
 from regrepro.judge.facts import Facts, Pass, Registration
+from regrepro.judge.nodememory import contrary
 from regrepro.judge.outcome import NOT_REPRODUCED, Verdict, named, unmet, unmet_checks
 from regrepro.judge.pagestate import PIN_BIAS
 from regrepro.judge.rules import Case, Check
@@ -64,7 +65,7 @@ def _pin_checks(case: Case) -> list[Check]:
 
 def _basis(case: Case, checks: list[Check]) -> Verdict:
     """What a registration that succeeded rests on, or what is not proven."""
-    memory_map, buffer = case.facts.memory_map, case.buffer
+    memory_map, buffer = case.run.memory_map, case.buffer
     if buffer.on_gpu:
         missing = [check for check in checks if not check.ok]
         if missing:
@@ -77,7 +78,15 @@ def _basis(case: Case, checks: list[Check]) -> Verdict:
     asks = buffer.asks_unpinnable or (isinstance(needs, list) and "unpinnable" in needs)
     what = f"{named(case.run, case.registration)} succeeded"
     before = case.registration.before
-    if memory_map is not None and memory_map.complete and memory_map.has_unpinnable is False:
+    moved_first = moved_by_pin(case)
+    if memory_map is not None and memory_map.none:
+        # Pages that were unpinnable all the same are judged as such, whoever asked for them.
+        asks = bool(case.unpinnable) or moved_first is not None
+    if memory_map is not None and memory_map.none and not asks:
+        why = contrary(case.facts, case.run)
+        if why:
+            text = f"the memory map knows no unpinnable memory, but {why}"
+            checks.append(Check("placement", rules.MISSING, text, "run it again, while no memory changes"))
         ordinary = before is not None and case.registration.spans <= before.placed("ordinary", "absent")
         if not ordinary:
             text = "the pages were not provably ordinary, although the memory map knows no unpinnable memory"
@@ -96,7 +105,6 @@ def _basis(case: Case, checks: list[Check]) -> Verdict:
             f"{what}: the kernel allowed it; no unpinnable memory was asked for, so this bug was not tried"
         )
         return Verdict(NOT_REPRODUCED, reason, basis="kernel", checks=checks)
-    moved_first = moved_by_pin(case)
     if moved_first is not None:
         pin, contract = moved_first
         if contract.kind != "longterm":

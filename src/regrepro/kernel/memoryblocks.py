@@ -12,6 +12,7 @@ import errno
 import os
 import select
 import signal
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -25,6 +26,8 @@ from regrepro.kernel.zones import read_meminfo
 
 MEMORY_BLOCKS = Path("/sys/devices/system/memory")
 PAGE_SIZE: int = os.sysconf("SC_PAGE_SIZE")
+
+_NETLINK_KOBJECT_UEVENT = 15  # include/uapi/linux/netlink.h
 
 NEED = "online-movable"
 _HOW_ROOT = "run as root on the node itself, not in a container with a read-only /sys"
@@ -138,6 +141,56 @@ class MemoryBlock:
             touched = True
             if why:
                 time.sleep(min(0.1, max(left, 0)))
+
+
+class BlockEvents:
+    """Counts memory blocks that go online or offline, as the kernel announces them to every listener.
+
+    device_online() and device_offline() (drivers/base/core.c) send a uevent after each change that
+    succeeded, so that a change that was undone between two looks is not lost.
+    """
+
+    def __init__(self) -> None:
+        """Listen. Where that cannot be, `count` is None."""
+        self._socket: socket.socket | None = None
+        try:
+            made = socket.socket(
+                socket.AF_NETLINK, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK, _NETLINK_KOBJECT_UEVENT
+            )
+        except OSError:
+            return
+        try:
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
+            made.bind((0, 1))
+        except OSError:
+            made.close()
+            return
+        self._socket = made
+
+    def count(self) -> int | None:
+        """Return how many there were since the last call; None where that is not known."""
+        if self._socket is None:
+            return None
+        seen: int | None = 0
+        while True:
+            try:
+                message = self._socket.recv(1 << 14)
+            except BlockingIOError:
+                return seen
+            except OSError as error:
+                if error.errno != errno.ENOBUFS:
+                    return None
+                seen = None  # some were lost
+                continue
+            action, _, path = message.split(b"\0", 1)[0].partition(b"@")
+            if action in (b"online", b"offline") and path.startswith(b"/devices/system/memory/"):
+                seen = None if seen is None else seen + 1
+
+    def close(self) -> None:
+        """Stop listening."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
 
 
 @dataclass

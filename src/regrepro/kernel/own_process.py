@@ -1,4 +1,4 @@
-"""What the kernel says of this process around a registration: what it counts as pinned, what is mapped."""
+"""What the kernel says of this process around a registration: what it counts as pinned, what it refuses."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from functools import cache
 from pathlib import Path
 
 KALLSYMS = Path("/proc/kallsyms")
-MAPS = Path("/proc/self/maps")
 STATUS = "/proc/self/status"
 
-_MOST_MAPPINGS = 64
 _COUNTED = re.compile(rb"^(Vm(?:Lck|Pin)):\s+(\d+) kB", re.MULTILINE)
 
 
@@ -44,22 +42,6 @@ class Locked:
         if self._fd >= 0:
             os.close(self._fd)
         self._fd, self._opened_by = -1, 0
-
-
-def mappings(address: int, length: int) -> list[str] | None:
-    """Return the first 64 lines of /proc/self/maps that overlap a range; None where it cannot be read."""
-    found: list[str] = []
-    try:
-        with MAPS.open(encoding="utf-8", errors="replace") as lines:
-            for line in lines:
-                first, _, last = line.partition(" ")[0].partition("-")
-                if int(first, 16) >= address + length or len(found) == _MOST_MAPPINGS:
-                    break
-                if int(last, 16) > address:
-                    found.append(line.rstrip("\n"))
-    except OSError:
-        return None
-    return found
 
 
 @cache

@@ -1,8 +1,8 @@
 """The state of a range's pages at one moment: where each lies, and who refers to it.
 
-Sources: /proc/PID/pagemap (PFN), the memory map (place, node), /proc/kpageflags and /proc/kpagecount (flags,
-map count), struct page through /proc/kcore (reference and pin counts). All are read in bulk, by C. What this
-user may not read is None, and `problems` says so.
+Sources: /proc/PID/pagemap (PFN), the bits and zones of their pageblocks at that moment (place, node),
+/proc/kpageflags and /proc/kpagecount (flags, map count), struct page through /proc/kcore (reference and pin
+counts). All are read in bulk, by C. What this user may not read is None, and `problems` says so.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from regrepro.core.pages import (
 )
 from regrepro.kernel.kcore import Kcore, KcoreError
 from regrepro.kernel.memorymap import ABSENT, PLACE_NAMES, UNKNOWN, MemoryMap
+from regrepro.kernel.pageblocks import Sections
 
 # What a page table entry holds: `PageState.state`, `enum rr_page_state` of csrc/pages.h.
 NOT_PRESENT, PRESENT, SWAPPED, ZERO_PAGE, SPECIAL = 0, 1, 2, 3, 4
@@ -222,12 +223,6 @@ class PageReader:
             self._kcore = None
         self._opened_by = -1
 
-    def use(self, memory_map: MemoryMap) -> None:
-        """Go on with a newer map: after a memory block changed its zone."""
-        self.memory_map = memory_map
-        if self._kcore is not None:
-            self._kcore.refresh()
-
     def _open(self) -> None:
         """Open the files once in each process: /proc/self/pagemap shows the memory of whoever opened it."""
         if self._opened_by == os.getpid():
@@ -294,7 +289,10 @@ class PageReader:
                 first * PAGE_SIZE, empty, unknown, np.zeros(pages, dtype=np.uint8), problems=problems
             )
         entries = decode_pagemap(read_pagemap(self._pagemap, first * PAGE_SIZE, pages))
-        place, node = self.memory_map.locate(entries.pfn)
+        located = self.memory_map.locate_now(entries.pfn, self._kcore)
+        place, node = located.place, located.node
+        if located.problem:
+            problems.append(located.problem)
         if entries.hidden:
             place[(entries.state == PRESENT) & (entries.pfn == NO_PFN)] = UNKNOWN
             problems.append("PFNs are hidden from this user: reading them takes CAP_SYS_ADMIN")
@@ -307,11 +305,20 @@ class PageReader:
         if counts:
             result.file, result.exclusive = entries.file, entries.exclusive
             if not entries.hidden:
-                self._add_counts(result, entries, sources)
+                self._add_counts(result, entries, located.sections, sources)
             if (entries.state == NOT_PRESENT).any():
                 self._mark_pfn_maps(result)
         result.source = ", ".join(sources)
         return result
+
+    def same_places(self, state: PageState) -> bool:
+        """Whether the frames of a state that was read before still lie in the same places, by the bits and
+        zones of their pageblocks as they are now.
+        """
+        self._open()
+        located = self.memory_map.locate_now(state.pfn, self._kcore)
+        hidden = (state.place == UNKNOWN) & (state.pfn == NO_PFN)
+        return bool(((located.place == state.place) | hidden).all())
 
     def _mark_pfn_maps(self, result: PageState) -> None:
         """Tell pages of a PFN map, which pagemap shows as absent (walk_page_test(), mm/pagewalk.c), from
@@ -346,14 +353,15 @@ class PageReader:
                 result.state[low:high][absent] = SPECIAL
                 result.place[low:high][absent] = UNKNOWN
 
-    def _add_counts(self, result: PageState, entries: PagemapEntries, sources: list[str]) -> None:
+    def _add_counts(
+        self, result: PageState, entries: PagemapEntries, sections: Sections | None, sources: list[str]
+    ) -> None:
         if self._flags >= 0:
             result.flags = read_entries_at(self._flags, entries.pfn)
             if not self._tells_ksm:
                 result.flags &= ~np.uint64(1 << KPF_KSM)
             sources.append("/proc/kpageflags")
             result.large = flag_pages(entries, result.flags, _BITS, result.place, UNKNOWN)
-        sections = self.memory_map.sections
         if self._kcore is None or sections is None:
             self._add_mapcount(result, entries.pfn != NO_PFN, sources)
             return

@@ -51,6 +51,9 @@ _ALWAYS_COUNT_PAGES = 1024
 # it.
 _TRACED_SUCCESSES = 16
 
+# Lines of /proc/self/maps that an event holds at most.
+_MAPPINGS = 64
+
 # A page state whose text is longer is written once; events that find it unchanged refer to it.
 _REFER_ABOVE = 2000
 
@@ -647,8 +650,8 @@ class Stage:
 
     def _of_refusal(self, address: int, length: int) -> dict[str, Any]:
         """What is mapped where a registration was refused, and whether this kernel refuses such a mapping."""
-        lines = own_process.mappings(address, length)
-        facts: dict[str, Any] = {"mappings": lines}
+        lines = self.backend.mappings(address, length)
+        facts: dict[str, Any] = {"mappings": lines[:_MAPPINGS] if lines is not None else None}
         if any(line.split(maxsplit=2)[1].startswith(("rw-s", "-w-s", "rwxs")) for line in lines or ()):
             facts["refuses_writable_files"] = own_process.refuses_writable_files()
         return facts
@@ -663,11 +666,17 @@ class Stage:
 
         A page of anonymous memory that this process does not share changes its frame by migration, by being
         swapped out, by the collapse of a huge page, or by a fault of this process. The kernel counts each of
-        them (`System.movements`); where none was counted, the pages lie where they lay.
+        them (`System.movements`); where none was counted, the pages have the frames that they had. What
+        their pageblocks are is read again.
         """
         counted = self.backend.movements()
         known = self._known.get(buffer.id)
-        if known is not None and counted is not None and known[1] == counted:
+        if (
+            known is not None
+            and counted is not None
+            and known[1] == counted
+            and self.backend.same_places(known[0])
+        ):
             return _Look(known[0], inferred=True)
         state = self._look(buffer, counts=False)
         if state is not None and counted is not None:
@@ -733,7 +742,8 @@ _NO_MAP = "no map of this node's memory could be read"
 
 _INFERRED = {
     "how": "inferred",
-    "source": "as read before; /proc/vmstat counted no migration, swap or collapse since, getrusage no fault",
+    "source": "frames as read before: since then /proc/vmstat counted no migration, swap or collapse, and "
+    "getrusage no fault; their places were read again",
 }
 
 

@@ -88,6 +88,7 @@ class MemoryMap(Protocol):
     problems: list[str]
 
     def as_record(self) -> dict[str, Any]: ...
+    def check(self) -> dict[str, Any]: ...
 
 
 class Tracer(Protocol):
@@ -114,6 +115,8 @@ class Backend(Protocol):
     def move(self, source: int, target: int, length: int) -> None: ...
     def view(self, address: int, length: int) -> memoryview: ...
     def snapshot(self, address: int, length: int, *, counts: bool) -> PageState | None: ...
+    def same_places(self, state: PageState) -> bool: ...
+    def mappings(self, address: int, length: int) -> list[str] | None: ...
     def hold(self, kind: str, address: int, length: int) -> HeldPin: ...
     def default_pin(self) -> tuple[str, str]: ...
     def hold_default(self, address: int, length: int) -> HeldPin: ...
@@ -273,12 +276,25 @@ class System:
         """Read the state of a range's pages; None where there is no map to read them by."""
         if self.memory_map is None:
             return None
+        state: PageState = self._open_reader().snapshot(address, length, counts=counts)
+        return state
+
+    def same_places(self, state: PageState) -> bool:
+        """Return whether the frames of a state that was read before lie in the same places now."""
+        return bool(self._open_reader().same_places(state))
+
+    def _open_reader(self) -> Any:
         if self._reader is None:
             from regrepro.kernel.pagestate import PageReader
 
             self._reader = PageReader(cast("Any", self.memory_map))
-        state: PageState = self._reader.snapshot(address, length, counts=counts)
-        return state
+        return self._reader
+
+    def mappings(self, address: int, length: int) -> list[str] | None:
+        """Return the lines of /proc/self/maps that a range touches now; None where they cannot be read."""
+        from regrepro.core.memory import vma_lines
+
+        return vma_lines(address, length)
 
     def default_pin(self) -> tuple[str, str]:
         """Return kind and owner of the pin of this run: CUDA's where `--cuda` gives one."""
