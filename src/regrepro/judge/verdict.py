@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from regrepro.errors import EXIT_DECIDED, EXIT_OTHER_FAILURE, EXIT_REPRODUCED, EXIT_UNDECIDED
 from regrepro.judge import rules
 from regrepro.judge.declared import as_declared, declared
 from regrepro.judge.facts import Facts, Pass, Pin, RecordLike, Registration, collect
@@ -61,40 +60,16 @@ def judge_record(record: RecordLike) -> dict[str, Any]:
     return {"schema": SCHEMA, "verdicts": verdicts, "complete": complete, "problems": problems}
 
 
-def exit_code(verdicts: Mapping[str, Any], expect_declared: bool = False) -> int:
-    """Return the exit code of `run`, `lab run` and `judge` for a verdicts object.
-
-    0 nothing reproduced and all decided, 10 something reproduced, 11 another failure and nothing
-    reproduced, 125 undecided. With `expect_declared`: 0 all as declared, 10 something is not, 125
-    undecided. A run that did not reach its end, or has no verdict, is undecided unless it found something.
-    """
-    items = verdicts.get("verdicts")
-    items = [item for item in items if isinstance(item, Mapping)] if isinstance(items, list) else []
-    undecided = not items or verdicts.get("complete") is False
-    names = [item.get("verdict") for item in items]
-    if expect_declared:
-        if any(item.get("as_declared") is False for item in items):
-            return EXIT_REPRODUCED
-        undecided = undecided or any(item.get("as_declared") is not True for item in items)
-        return EXIT_UNDECIDED if undecided else EXIT_DECIDED
-    if REPRODUCED in names or CAUGHT in names:
-        return EXIT_REPRODUCED
-    if OTHER_FAILURE in names:
-        return EXIT_OTHER_FAILURE
-    if undecided or any(name != NOT_REPRODUCED for name in names):
-        return EXIT_UNDECIDED
-    return EXIT_DECIDED
-
-
 def _never_begun(facts: Facts) -> list[dict[str, Any]]:
     """Scenarios that were asked for by name and of which the record holds nothing."""
     run = facts.header.get("run")
-    names = run.get("names") if isinstance(run, Mapping) else None
+    given = run.get("names") if isinstance(run, Mapping) else None
+    names = given if isinstance(given, list) else []
     begun = {item.scenario for item in facts.passes}
     left = [
         name
-        for name in dict.fromkeys(names if isinstance(names, list) else [])
-        if isinstance(name, str) and name.isidentifier() and name not in begun
+        for name in dict.fromkeys(name for name in names if isinstance(name, str))
+        if name.isidentifier() and name not in begun
     ]
     seen = "; ".join(str(item.get("what")) for item in facts.lab if item.get("what") not in (None, "boot"))
     why = f"the run ended before it began{f' ({seen})' if seen else ''}"
