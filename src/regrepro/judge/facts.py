@@ -209,6 +209,7 @@ class Facts:
     run_outcome: str | None
     problems: list[str]
     unknown_events: dict[str, int]
+    not_given: list[Mapping[str, Any]] = field(default_factory=list)  # boot arguments without their effect
     read_state: StateReader = field(default_factory=StateReader, repr=False)
 
     @property
@@ -375,6 +376,9 @@ def _of_the_run(facts: Facts, kind: str, event: Mapping[str, Any]) -> None:
             [text for text in problems if isinstance(text, str)] if isinstance(problems, list) else [],
             [text for text in sources if isinstance(text, str)] if isinstance(sources, list) else [],
         )
+    elif kind == "reservation":
+        if event.get("ok") is False:
+            facts.not_given.append(event)
     elif kind == "lab":
         facts.lab.append(event)
     elif kind == "run-end":

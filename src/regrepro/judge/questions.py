@@ -148,7 +148,7 @@ def standing(
     )
     decide = {"driver": _of_a_driver, "kernel": _of_the_kernel}.get(question, _of_the_bug)
     found = decide(item, header)
-    if question == "node" and found.state == GOOD and "rdma" not in allow_unmet and _without_rdma(item):
+    if question == "node" and found.state == GOOD and "rdma" not in allow_unmet and without_rdma(item):
         found = Standing(UNDECIDED, "no RDMA device registered anything, io_uring did in its place", "rdma")
     if found.state in (UNDECIDED, SILENT) and aside:
         return Standing(ASIDE, reason, needs[0])
@@ -335,7 +335,8 @@ def _pinned_in_place(item: Mapping[str, Any]) -> bool:
     return pinned + unpinnable > pages and bool(unmoved)
 
 
-def _without_rdma(item: Mapping[str, Any]) -> bool:
+def without_rdma(item: Mapping[str, Any]) -> bool:
+    """Whether io_uring registered in the place of an RDMA device."""
     registrar = _value(item, "registrar")
     verb = registrar.get("verb") if isinstance(registrar, Mapping) else None
     return isinstance(verb, str) and verb.startswith("io_uring")

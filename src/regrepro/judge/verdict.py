@@ -10,6 +10,7 @@ from regrepro.judge import rules
 from regrepro.judge.declared import as_declared, declared
 from regrepro.judge.facts import Facts, Pass, Pin, RecordLike, Registration, collect
 from regrepro.judge.layers import Layer, blocked_in_device, classify, classify_pin, memory_cgroup
+from regrepro.judge.questions import BOOT_NEED
 from regrepro.judge.rules import CONTRADICTED, Case, Check, Contract, pin_contract
 from regrepro.judge.spans import Spans
 from regrepro.judge.watched import CAUGHT, judge_watched
@@ -88,7 +89,28 @@ def _judge_scenario(facts: Facts, scenario: str, variant: str) -> dict[str, Any]
     main = passes.pop(None, None) or Pass(scenario, variant, None)
     registration = under_test(main)
     verdict, controls = _decide(facts, main, registration, passes)
+    verdict = _as_booted(facts, verdict)
     return _written(facts, main, registration, verdict, controls)
+
+
+def _as_booted(facts: Facts, verdict: Verdict) -> Verdict:
+    """Unmet where the boot did not give what `--boot` asked for: the run was not on the machine asked for."""
+    lab = facts.header.get("lab")
+    boot = lab.get("boot") if isinstance(lab, Mapping) else None
+    given = boot if isinstance(boot, list) else []
+    lacks = [event for event in facts.not_given if event.get("argument") in given]
+    if not lacks or verdict.verdict == ERROR:
+        return verdict
+    needs = [
+        {
+            "need": BOOT_NEED,
+            "why": f"--boot {event['argument']}: {event.get('why') or 'the kernel did not give it'}",
+            "how": "mend the argument, give the machine more --memory, or take another kernel",
+        }
+        for event in lacks
+    ]
+    found = _unmet(*(needs[0][key] for key in ("need", "why", "how")))
+    return Verdict(UNMET, found.reason, checks=verdict.checks, unmet=needs)
 
 
 def under_test(run: Pass) -> Registration | None:
