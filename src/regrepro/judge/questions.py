@@ -184,7 +184,11 @@ def answer(
         no = "no, but a failure for another cause" if question == "reproduce" else "yes, for another cause"
         return Answer(question, EXIT_OTHER_FAILURE, f"{no}: {_told(other)}")
     undecided = of(UNDECIDED)
-    lacks = [entry for entry in of(SILENT, ASIDE) if entry[0] in require or entry[2].need in require]
+    lacks = [
+        entry
+        for entry in of(SILENT, ASIDE)
+        if entry[0] in require or (entry[1].get("verdict") == "unmet" and entry[2].need in require)
+    ]
     if undecided or lacks:
         return Answer(question, EXIT_UNDECIDED, f"not told, {_told([*undecided, *lacks])}")
     if not good:
@@ -241,7 +245,9 @@ def _of_a_driver(item: Mapping[str, Any], header: Mapping[str, Any]) -> Standing
     if not _is_driver(owner, header):
         stand_in = owner.startswith("standin:")
         whose = f"{owner} is a stand-in" if stand_in else f"the pin was by {owner}"
-        return Standing(SILENT, "no pin was taken" if owner == "none" else f"{whose}, which is no driver")
+        return Standing(
+            SILENT, "no pin was taken" if owner == "none" else f"{whose}, which is no driver", "cuda"
+        )
     contracts = _contracts(item, owner) if _contract_stands(item) else set()
     if verdict == "reproduced" or _caught_proven(item):
         return Standing(BAD, f"{_named(item, owner)} pins without FOLL_LONGTERM")
