@@ -1,10 +1,10 @@
-"""The gate table of docs/gates.md: what each question answers in each situation, with exit code and last line.
+"""The gate table of docs/gates.md: what each question answers in each situation, exit code and last line.
 
     .venv/bin/python scripts/gate_table.py [--write | --check] [--runs DIR]
 
-One boot (or, without rights, one run here) for each situation, and `regrepro judge --ask` on its record for each
-question. Prints the table; --write puts it into docs/gates.md between its markers, --check exits 1 where another
-stands there. With --runs, runs that lie in DIR already are not made again.
+One boot (or, without rights, one run here) for each situation, and `regrepro judge --ask` on its record for
+each question. Prints the table; --write puts it into docs/gates.md between its markers, --check exits 1 where
+another stands there. With --runs, runs that lie in DIR already are not made again.
 """
 
 from __future__ import annotations
