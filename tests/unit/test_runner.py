@@ -16,6 +16,7 @@ from stage_fakes import FakeBackend
 
 from regrepro import runner
 from regrepro.errors import EnvironmentProblem, Unmet, UsageError
+from regrepro.judge import judge_record
 from regrepro.options import RunOptions
 from regrepro.record import FILE_NAME, Record, read_record
 from regrepro.scenario import Library, ScenarioFileError
@@ -94,7 +95,9 @@ class FakeEnvironment(runner.Environment):
         raise OSError("no tracefs here")
 
     def reservations(self, given: Any) -> list[dict[str, Any]]:
-        return []
+        """As of a kernel that knows none of what `--boot` gave."""
+        keys = {"wanted": None, "got": None, "ok": False, "why": "not known", "kernel_lines": []}
+        return [{"argument": argument, **keys} for argument in given]
 
     def stand_ins(self, options: RunOptions) -> list[dict[str, str]]:
         return []
@@ -311,6 +314,15 @@ def test_no_memory_block_is_unmet(tmp_path: Path) -> None:
 def test_trace_on_insists(tmp_path: Path) -> None:
     with pytest.raises(EnvironmentProblem, match="no tracefs here"):
         run(tmp_path, scenario("pass"), options=RunOptions(trace="on"))
+
+
+def test_what_the_boot_did_not_give_is_recorded_and_makes_the_run_unmet(tmp_path: Path) -> None:
+    lab = {"kernel": "7.3", "boot": ["cmaa=512M"]}
+    record = run(tmp_path, scenario("pass"), lab=lab)
+    [event] = record.of("reservation")
+    assert (event["argument"], event["ok"]) == ("cmaa=512M", False)
+    [item] = judge_record(record)["verdicts"]
+    assert (item["verdict"], item["unmet"][0]["need"]) == ("unmet", "boot")
 
 
 # Names and places
