@@ -13,7 +13,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,7 +24,8 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import click
 
 from regrepro import __version__
-from regrepro.errors import EXIT_USAGE, EnvironmentProblem, RegreproError
+from regrepro.errors import EXIT_USAGE, EnvironmentProblem, RegreproError, UsageError
+from regrepro.judge import judge_record, questions
 from regrepro.options import (
     CUDA_CHOICES,
     PLACE_CHOICES,
@@ -126,6 +128,60 @@ def run_options(command: _Command) -> _Command:
     return command
 
 
+@dataclass(frozen=True)
+class Terms:
+    """What a run is asked, and what it must and need not have met: `--ask`, `--require`, `--allow-unmet`."""
+
+    question: str = "reproduce"
+    require: tuple[str, ...] = ()
+    allow_unmet: tuple[str, ...] = ()
+    declared: bool = False
+
+    def check(self, scenarios: Iterable[str]) -> None:
+        """Check the names, `scenarios` being those that run or ran. Raises `UsageError`."""
+        from regrepro.scenario import NEEDS
+
+        questions.check_terms(self.require, self.allow_unmet, scenarios=scenarios, needs=(*NEEDS, "kernel"))
+
+    def answer(self, verdicts: Mapping[str, Any], header: Mapping[str, Any]) -> questions.Answer:
+        """Answer by the verdicts of a run."""
+        if self.declared:
+            return questions.declared_answer(verdicts)
+        return questions.answer(
+            verdicts, self.question, header, require=self.require, allow_unmet=self.allow_unmet
+        )
+
+
+def ask_options(default: str) -> Callable[[_Command], _Command]:
+    """Add `--ask`, `--require` and `--allow-unmet`; `make_terms` reads them."""
+    asked = "; ".join(f"{name}: {text}" for name, text in questions.QUESTIONS.items())
+    options = [
+        click.option("--ask", type=click.Choice(list(questions.QUESTIONS)),
+                     help=f"The question that the exit code answers: {asked}  [default: {default}]"),
+        click.option("--require", multiple=True, metavar="SCENARIO|NEED",
+                     help="Undecided unless this scenario answers, or this need is met. Can be repeated."),
+        click.option("--allow-unmet", multiple=True, metavar="NEED",
+                     help="Leave out what this need kept from running. Can be repeated."),
+    ]  # fmt: skip
+
+    def add(command: _Command) -> _Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
+
+
+def make_terms(values: dict[str, Any], default: str = "reproduce") -> Terms:
+    """Take the values that the options of `ask_options` gave, and `expect`. Raises `UsageError`."""
+    ask, require, allow = values.pop("ask"), values.pop("require"), values.pop("allow_unmet")
+    declared = values.get("expect") == "declared"
+    if declared and (ask or require or allow):
+        given = "--ask" if ask else "--require" if require else "--allow-unmet"
+        raise UsageError(f"{given} and --expect declared exclude each other", hint="leave one out")
+    return Terms(ask or default, tuple(require), tuple(allow), declared)
+
+
 def make_run_options(names: tuple[str, ...], values: dict[str, Any]) -> RunOptions:
     """Make run options of the values that the options of `run_options` gave."""
     keys = set(RunOptions.__dataclass_fields__) - {"names"}
@@ -152,13 +208,14 @@ def default_out() -> Path:
             ) from None
 
 
-def conclude(run_dir: Path, *, as_json: bool, expect_declared: bool, write: bool = True) -> int:
-    """Judge a run directory, write `verdicts.json`, show the verdicts; return the contract's exit code."""
-    from regrepro import judge
+def conclude(run_dir: Path, terms: Terms, *, as_json: bool, write: bool = True) -> int:
+    """Judge a run directory, write `verdicts.json`, show verdicts and answer; return the exit code."""
     from regrepro.record import read_record
 
     record = read_record(run_dir)
-    verdicts = judge.judge_record(record)
+    verdicts = judge_record(record)
+    answer = terms.answer(verdicts, record.header)
+    verdicts |= answer.as_json()
     directory = run_dir if run_dir.is_dir() else run_dir.parent
     if write:
         write_json(directory / "verdicts.json", verdicts)
@@ -168,7 +225,8 @@ def conclude(run_dir: Path, *, as_json: bool, expect_declared: bool, write: bool
         from regrepro.views import terminal
 
         terminal.show(verdicts, record, directory, file=sys.stdout)
-    return int(judge.exit_code(verdicts, expect_declared=expect_declared))
+        click.echo(answer.line)
+    return answer.code
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -192,8 +250,8 @@ def write_json(path: Path, value: Any) -> None:
 def group() -> None:
     """Reproduce, prove and report RDMA registrations that fail because of a pin without FOLL_LONGTERM.
 
-    Exit codes: 0 nothing reproduced and everything decided, 10 something reproduced, 11 another failure, 125
-    undecided, 2 usage or environment.
+    Exit codes are of the question that is asked (--ask): 0 no, 10 yes, 11 another failure, 125 undecided; 2
+    usage or environment. Without --ask: 0 nothing reproduced and everything decided, 10 something reproduced.
     """
 
 
@@ -233,6 +291,7 @@ def list_command(profile: str | None, as_json: bool, files: tuple[str, ...]) -> 
 @group.command("run")
 @click.argument("names", nargs=-1, metavar="[SCENARIO|FILE.py]...")
 @run_options
+@ask_options("reproduce")
 @click.option("--json", "as_json", is_flag=True, help="Print the verdicts as JSON.")
 @click.option("--quiet", "-q", is_flag=True, help="No progress.")
 @click.pass_context
@@ -244,10 +303,13 @@ def run_command(
     from regrepro.progress import Lines, Silent
     from regrepro.scenario import Library, check_options
 
+    terms = make_terms(values)
     options = make_run_options(names, values)
     library = Library()
     # What is wrong with names and files is said before anything is made.
-    check_options(library.select(names, options.profile), options.option)
+    scenarios = library.select(names, options.profile)
+    check_options(scenarios, options.option)
+    terms.check(item.name for item in scenarios)
     made = out is None
     directory = default_out() if out is None else out
     progress = Silent() if quiet else Lines()
@@ -255,25 +317,32 @@ def run_command(
         runner.run(names, options, directory, progress, library=library)
     except runner.Interrupted as interrupted:
         with contextlib.suppress(RegreproError):
-            conclude(directory, as_json=as_json, expect_declared=options.expect == "declared")
+            conclude(directory, terms, as_json=as_json)
         raise interrupted from None
     except RegreproError:
         if made:
             with contextlib.suppress(OSError):
                 directory.rmdir()  # nothing was recorded
         raise
-    ctx.exit(conclude(directory, as_json=as_json, expect_declared=options.expect == "declared"))
+    ctx.exit(conclude(directory, terms, as_json=as_json))
 
 
 @group.command("judge")
 @click.argument("run_dir", type=click.Path(path_type=Path))
 @click.option("--expect", type=click.Choice(["declared"]), help="Exit by what the scenario files declare.")
+@ask_options("reproduce")
 @click.option("--json", "as_json", is_flag=True, help="Print the verdicts as JSON.")
 @click.option("--write/--no-write", default=False, help="Also write verdicts.json into the run directory.")
 @click.pass_context
-def judge_command(ctx: click.Context, run_dir: Path, expect: str | None, as_json: bool, write: bool) -> None:
-    """Judge a run directory again, on any machine, from its record alone."""
-    ctx.exit(conclude(run_dir, as_json=as_json, expect_declared=expect == "declared", write=write))
+def judge_command(ctx: click.Context, /, run_dir: Path, as_json: bool, write: bool, **values: Any) -> None:
+    """Judge a run directory again, on any machine, from its record alone. It answers each question."""
+    from regrepro.record import read_record
+
+    terms = make_terms(values)
+    if terms.require or terms.allow_unmet:
+        events = read_record(run_dir).events
+        terms.check(dict.fromkeys(str(event["scenario"]) for event in events if event.get("scenario")))
+    ctx.exit(conclude(run_dir, terms, as_json=as_json, write=write))
 
 
 def main(arguments: list[str] | None = None) -> None:

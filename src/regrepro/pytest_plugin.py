@@ -22,8 +22,10 @@ import pytest
 from regrepro.errors import RegreproError
 from regrepro.options import CUDA_CHOICES, PLACE_CHOICES, TRACE_CHOICES, RunOptions, parse_size
 
-_MARKED = ("root", "unpinnable", "cma", "movable-zone", "registrar", "rdma", "cuda", "dmabuf", "page-state",
-           "userfaultfd", "io-uring", "lab", "kernel")  # fmt: skip
+# The judge's words for questions, which the plugin imports only when a scenario has run.
+_QUESTIONS = ("reproduce", "driver", "kernel", "node")
+_ALLOW = "--regrepro-allow-unmet"
+_ALL = "all"
 _CHANGES = {"same": "as before", "better": "fixed", "worse": "newly broken", "cannot-tell": "cannot be told"}
 
 
@@ -49,9 +51,26 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="Pass if the verdict is as the scenario file declares; without it, if nothing failed.",
     )
     add(
-        "--regrepro-allow-unmet",
-        action="store_true",
-        help="What could not be met is a skip with its reason, not a failure.",
+        "--regrepro-ask",
+        choices=_QUESTIONS,
+        help="The question that a test answers, as for regrepro run --ask  [reproduce].",
+    )
+    add(
+        "--regrepro-require",
+        action="append",
+        default=[],
+        metavar="SCENARIO|NEED",
+        help="A scenario that must answer, or a need that must be met. Can be repeated.",
+    )
+    add(
+        _ALLOW,
+        action="append",
+        nargs="?",
+        const=_ALL,
+        default=[],
+        metavar="NEED",
+        help="What this need (without NEED: any) kept from running, or from proving something, is a skip, "
+        "not a failure. Can be repeated.",
     )
     add("--regrepro-lab", metavar="KERNEL", help="Run each scenario in a virtual machine with this kernel.")
     add("--regrepro-boot", action="append", default=[], metavar="ARGUMENTS", help="Boot arguments for it.")
@@ -63,12 +82,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
             help="A test fails only where it is worse than in this run.")  # fmt: skip
 
 
+def pytest_load_initial_conftests(args: list[str]) -> None:
+    """Keep a bare `--regrepro-allow-unmet` from taking the file that follows it for a need."""
+    for number, argument in enumerate(args):
+        following = args[number + 1] if number + 1 < len(args) else ""
+        if argument == _ALLOW and not _is_need(following):
+            args[number] = f"{_ALLOW}={_ALL}"
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Register the markers; refuse what cannot work."""
-    for name in _MARKED:
+    for name in _needs():
         config.addinivalue_line("markers", f"needs_{_mark(name)}: a scenario that needs {name}")
     config.addinivalue_line("markers", "regrepro: a scenario of regrepro")
-    config.stash[_SESSION] = _Session(config)
+    state = config.stash[_SESSION] = _Session(config)
+    state.check()
     parallel = config.getoption("numprocesses", None) or getattr(config, "workerinput", None)
     if parallel and config.getoption("regrepro_lab") is None and _names_scenarios(config):
         raise pytest.UsageError(
@@ -76,6 +104,22 @@ def pytest_configure(config: pytest.Config) -> None:
             "GPU, and one would see the other's pins; leave out -n, or give each its own machine with "
             "--regrepro-lab"
         )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Refuse a `--regrepro-require` that names nothing that is there."""
+    names = [item.scenario.name for item in items if isinstance(item, ScenarioItem)]
+    config.stash[_SESSION].check_names(names)
+
+
+def _needs() -> tuple[str, ...]:
+    from regrepro.scenario import NEEDS
+
+    return (*NEEDS, "kernel")
+
+
+def _is_need(text: str) -> bool:
+    return text in _needs() or text.startswith(("kernel>", "kernel<", "kernel="))
 
 
 def _mark(need: str) -> str:
@@ -215,13 +259,47 @@ class _Session:
     config: pytest.Config
     directory: Path | None = None
     changes: list[tuple[str, str, str]] = field(default_factory=list)
-    decided: int = 0
-    skipped: int = 0
+    skips: list[tuple[str, str]] = field(default_factory=list)
+    proofs: int = 0
+    ran: int = 0
     _baseline: dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]] | None = None
     _library: Any = None
 
     def option(self, name: str) -> Any:
         return self.config.getoption(f"regrepro_{name}")
+
+    @property
+    def proves_nothing(self) -> bool:
+        """Whether scenarios ran and not one of them showed anything."""
+        return bool(self.ran) and not self.proofs
+
+    @property
+    def question(self) -> str:
+        return str(self.option("ask") or "reproduce")
+
+    def check(self) -> None:
+        """Refuse options that exclude each other, and a baseline that cannot be read."""
+        if self.option("ask") and self.option("expect"):
+            raise pytest.UsageError("--regrepro-ask and --regrepro-expect declared exclude each other")
+        if self.option("baseline"):
+            try:
+                self._baseline = read_baseline(Path(self.option("baseline")))
+            except RegreproError as error:
+                raise pytest.UsageError(f"--baseline: {error}") from None
+            if not self._baseline:
+                raise pytest.UsageError(f"--baseline: {self.option('baseline')} holds no verdict")
+
+    def check_names(self, scenarios: list[str]) -> None:
+        """Refuse a name that is neither a need nor a scenario that was collected."""
+        if not self.option("require") and not self.option("allow_unmet"):
+            return
+        from regrepro.judge.questions import check_terms
+
+        allow = [need for need in self.option("allow_unmet") if need != _ALL]
+        try:
+            check_terms(self.option("require"), allow, scenarios=scenarios, needs=_needs())
+        except RegreproError as error:
+            raise pytest.UsageError(str(error).replace("--", "--regrepro-")) from None
 
     def run(self, item: ScenarioItem) -> Path:
         """Run one scenario into a directory of its own."""
@@ -268,45 +346,64 @@ class _Session:
         verdicts: Mapping[str, Any],
         directory: Path,
     ) -> None:
-        """Pass, fail or skip a test by its verdict, by what is declared, or by how it was before."""
-        undecided = item["verdict"] == "unmet"
+        """Pass, fail or skip a test by its verdict, by what is declared, or by how it was before.
+
+        What is unmet and what proves nothing fails, unless it is allowed: then it is a skip.
+        """
+        from regrepro.judge.questions import ASIDE, GOOD, SILENT, UNDECIDED, standing
+
+        self.ran += 1
+        allowed = self.option("allow_unmet")
+        found = standing(item, self.question, header, require=self.option("require"), allow_unmet=allowed)
+        say = str(item["verdict"])
+        need, open_ = found.need, found.state in (UNDECIDED, SILENT, ASIDE)
+        good = found.state == GOOD
         if self.option("baseline"):
-            good, say = self._compare(test, item, header)
-            undecided = undecided or (good is None and item["verdict"] != "error")
+            told, say, need = self._compare(test, item, header, need)
+            good, open_ = told is True, told is None and item["verdict"] != "error"
         elif self.option("expect") == "declared":
-            good = item.get("as_declared")
-            say = f"{item['verdict']}, and the scenario file declares {item.get('declared')}"
-        else:
-            good = True if item["verdict"] == "not-reproduced" else None if undecided else False
-            say = f"{item['verdict']}"
+            good = item.get("as_declared") is True
+            open_ = item.get("as_declared") is None and item["verdict"] == "unmet"
+            say = f"{say}, and the scenario file declares {item.get('declared')}"
+        elif found.state == SILENT:
+            say = f"{say}, which says nothing of the {self.question}: {found.why}"
+        self.proofs += not open_ and item["verdict"] != "error"
         if good:
-            self.decided += 1
             return
-        if undecided and good is None and self.option("allow_unmet"):
-            self.skipped += 1
-            pytest.skip(f"{say}: {item.get('reason')}")
-        self.decided += good is False
+        if open_ and (found.state == ASIDE or _ALL in allowed or (need and need in allowed)):
+            reason = f"{say}: {item.get('reason')}"
+            self.skips.append((test.scenario.name, reason))
+            pytest.skip(reason)
         raise _Failed(_evidence(test, item, say, verdicts, directory))
 
     def _compare(
-        self, test: ScenarioItem, item: Mapping[str, Any], header: Mapping[str, Any]
-    ) -> tuple[bool | None, str]:
-        """Hold a verdict against the baseline's: True same or better, False worse, None cannot be told."""
+        self, test: ScenarioItem, item: Mapping[str, Any], header: Mapping[str, Any], need: str
+    ) -> tuple[bool | None, str, str]:
+        """Hold a verdict against the baseline's: True same or better, False worse, None cannot be told.
+
+        Return that, what to say, and the need that is lacking.
+        """
         from regrepro.compare import compare
 
-        if self._baseline is None:
-            self._baseline = read_baseline(Path(self.option("baseline")))
-        before = self._baseline.get(test.scenario.name)
+        before = (self._baseline or {}).get(test.scenario.name)
         if before is None:
             self.changes.append((test.scenario.name, "cannot be told", "it is not in the baseline"))
-            return None, "it is not in the baseline"
-        found = compare(before[0], {"verdicts": [before[1]]}, header, {"verdicts": [item]})
+            return None, "it is not in the baseline", ""
+        found = compare(
+            before[0],
+            {"verdicts": [before[1]]},
+            header,
+            {"verdicts": [item]},
+            self.question,
+            require=self.option("require"),
+            allow_unmet=self.option("allow_unmet"),
+        )
         [change] = found.changes
-        text = _CHANGES[change.direction]
+        text = _CHANGES[change.direction if change.counts else "cannot-tell"]
         self.changes.append((test.scenario.name, text, change.reason))
         test.user_properties.append(("regrepro.change", text))
         good = {"same": True, "better": True, "worse": False}.get(change.direction)
-        return good, f"{text}: {change.reason}"
+        return good if change.counts else None, f"{text}: {change.reason}", need
 
 
 _SESSION = pytest.StashKey[_Session]()
@@ -352,20 +449,23 @@ def _evidence(
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """A gate that skips everything must not be green."""
     state = session.config.stash.get(_SESSION, None)
-    if state is not None and state.skipped and not state.decided and exitstatus == pytest.ExitCode.OK:
+    if state is not None and state.proves_nothing and exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Say how it was before, where the runs lie, and whether anything was decided at all."""
+    """Say how it was before, what was skipped and why, where the runs lie, whether anything was shown."""
     state = config.stash.get(_SESSION, None)
     if state is None or state.directory is None:
         return
     terminalreporter.section("regrepro")
     for name, change, reason in state.changes:
         terminalreporter.write_line(f"{name}: {change} ({reason})")
+    for name, reason in state.skips:
+        terminalreporter.write_line(f"{name}: skipped ({reason})")
     terminalreporter.write_line(f"runs: {state.directory}")
-    if state.skipped and not state.decided:
+    if state.proves_nothing:
         terminalreporter.write_line(
-            "nothing was decided: every scenario was skipped, so this run is no success"
+            f"nothing was decided: no scenario shows anything of the question ({state.question}), so this is "
+            "no success"
         )

@@ -116,10 +116,11 @@ class Environment:
 
         return KernelTracer(journal)
 
-    def reservations(self) -> list[dict[str, Any]]:
+    def reservations(self, given: Iterable[str]) -> list[dict[str, Any]]:
+        """Return what this boot made of its arguments; `given`: those of `--boot`."""
         from regrepro import reservations
 
-        return [item.as_record() for item in reservations.read()]
+        return [item.as_record() for item in reservations.read(given)]
 
     def stand_ins(self, options: RunOptions) -> list[dict[str, str]]:
         """Return the stand-ins of CUDA and the registrar, for the header."""
@@ -290,13 +291,13 @@ class _Run:
         with writer, _Signals() as signals:
             self._writer, self._signals = writer, signals
             with contextlib.ExitStack() as cleanup:
-                self._prepare(cleanup)
+                self._prepare(cleanup, (lab or {}).get("boot", ()))
                 self._passes(planned)
             writer.event("run-end", outcome="finished" if signals.received is None else "interrupted")
             if signals.received is not None:
                 raise Interrupted(signals.received, self._directory)
 
-    def _prepare(self, cleanup: contextlib.ExitStack) -> None:
+    def _prepare(self, cleanup: contextlib.ExitStack, boot: Iterable[str]) -> None:
         """Reclaim, look, reserve and arm; `cleanup` gives everything back."""
         environment, writer = self._environment, self._writer
         environment.preload()
@@ -307,10 +308,10 @@ class _Run:
         if hasattr(journal, "close"):
             cleanup.callback(journal.close)
         self._journal = journal
-        for item in environment.reservations():
+        for item in environment.reservations(boot):
             writer.event("reservation", **item)
             if item["ok"] is False:
-                self._progress.say(f"the boot reservation {item['argument']} failed")
+                self._progress.say(f"boot argument {item['argument']}: {item['why']}")
         self._map()
         if self._options.place == "pressure":
             # A pass that is killed leaves the control group of its pressure.

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
+from regrepro import reservations
 from regrepro.core import memory, pins
 from regrepro.errors import Unmet
 from regrepro.kernel import leftovers, node, pressure, zones
@@ -148,8 +149,8 @@ def the_map() -> MemoryMap:
         check("map: ZONE_MOVABLE by its span", set(memory_map.classify(inside)) == {MOVABLE_ZONE})
     expected = bool(total or movable)
     check(f"map: has_unpinnable is {expected}", memory_map.has_unpinnable is expected)
-    for item in zones.boot_reservations():
-        check(f"map: reservation {item['argument']} noticed", item["ok"] is not None, item)
+    for item in reservations.read():
+        check(f"map: reservation {item.argument} noticed", item.ok is not None, item)
     return memory_map
 
 
@@ -647,7 +648,7 @@ def as_ordinary_user() -> None:
             "caps": facts["capabilities"],
             "unmet": unmet,
             "said": leftovers.reclaim(),
-            "reservations": zones.boot_reservations(),
+            "reservations": [item.as_record() for item in reservations.read()],
         }
 
     read_end, write_end = os.pipe()

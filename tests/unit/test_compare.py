@@ -45,8 +45,10 @@ def side(record: Record, **changes: Any) -> tuple[dict[str, Any], dict[str, Any]
     return header, verdicts
 
 
-def compared(before: tuple[Any, Any], after: tuple[Any, Any]) -> Comparison:
-    found = compare(*before, *after)
+def compared(
+    before: tuple[Any, Any], after: tuple[Any, Any], question: str = "node", **terms: Any
+) -> Comparison:
+    found = compare(*before, *after, question, **terms)
     jsonschema.validate(found.as_json(), SCHEMA)
     return found
 
@@ -91,7 +93,7 @@ def test_a_driver_upgrade_is_named_as_what_goes_with_it() -> None:
 
 
 def test_without_unpinnable_memory_nothing_is_said_of_the_driver() -> None:
-    found = compared(side(reproduced_record()), side(placement_record(), pin_owner="process-vm"))
+    found = compared(side(reproduced_record()), side(placement_record(), pin_owner="process-vm"), "reproduce")
     change = only(found)
     assert (change.direction, change.proven) == ("cannot-tell", False)
     assert "nothing of the driver" in change.reason
@@ -99,7 +101,7 @@ def test_without_unpinnable_memory_nothing_is_said_of_the_driver() -> None:
 
 
 def test_nor_when_it_is_the_run_before_that_had_none() -> None:
-    found = compared(side(placement_record(), pin_owner="process-vm"), side(reproduced_record()))
+    found = compared(side(placement_record(), pin_owner="process-vm"), side(reproduced_record()), "reproduce")
     assert only(found).direction == "cannot-tell"
     assert exit_code(found) == 125
 
@@ -219,3 +221,90 @@ def test_the_view_opens_with_the_answer() -> None:
     assert text.startswith("Worse than before.")
     assert "WORSE" in text
     assert max(len(line) for line in text.splitlines()) <= 100
+
+
+# The question
+
+
+def of_driver(record: Record, contract: str, **changes: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """One side in the lab, its pin the chosen stand-in's."""
+    name = f"standin:{contract}"
+    header, verdicts = side(record, pin_owner=name, run__cuda=name, **changes)
+    return {**header, "lab": {"boot": []}}, verdicts
+
+
+@pytest.mark.parametrize(
+    ("question", "rolled_out", "taken_back"),
+    [("node", 0, 10), ("reproduce", 125, 125), ("driver", 125, 125), ("kernel", 125, 125)],
+)
+def test_taking_unpinnable_memory_away_is_better_for_the_node_alone(
+    question: str, rolled_out: int, taken_back: int
+) -> None:
+    """The write-up's own roll-out: hugetlb_cma=2G, then 0."""
+    before, after = of_driver(reproduced_record(), "pin"), of_driver(placement_record(), "pin")
+    there = compared(before, after, question)
+    back = compared(after, before, question)
+    assert (exit_code(there), exit_code(back)) == (rolled_out, taken_back)
+    assert f"Exit code {rolled_out}:" in there.line and there.line.startswith(f"Asked {question}")
+    if question == "node":
+        assert (only(there).direction, only(back).direction) == ("better", "worse")
+        assert "says nothing of the driver" in only(there).reason
+
+
+@pytest.mark.parametrize(("question", "there", "back"), [("driver", 0, 10), ("node", 0, 10)])
+def test_a_driver_that_is_fixed_or_broken(question: str, there: int, back: int) -> None:
+    old, fixed = of_driver(reproduced_record(), "pin"), of_driver(longterm_record(), "longterm")
+    assert exit_code(compared(old, fixed, question)) == there
+    assert exit_code(compared(fixed, old, question)) == back
+
+
+def test_pins_of_our_own_say_nothing_of_a_driver() -> None:
+    old, new = side(reproduced_record()), side(kernel_record())
+    assert exit_code(compared(old, new, "driver")) == 125
+    assert exit_code(compared(old, old, "driver")) == 125
+    assert exit_code(compared(old, new, "kernel")) == 0
+    assert exit_code(compared(new, old, "kernel")) == 10
+
+
+def lacking(given: tuple[Any, Any], need: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The same run, and a second scenario in it that lacks a need."""
+    header, verdicts = copy.deepcopy(given)
+    item = copy.deepcopy(verdicts["verdicts"][0])
+    item |= {"scenario": "gpu_buffer_peermem", "verdict": "unmet", "pin_owner": "none", "basis": None}
+    item |= {"reason": f"{need} is not met", "unmet": [{"need": need, "why": "it is not there", "how": ""}]}
+    verdicts["verdicts"].append(item)
+    return header, verdicts
+
+
+@pytest.mark.parametrize("need", ["peer-memory", "dmabuf"])
+def test_a_run_is_the_same_as_itself_without_what_is_optional(need: str) -> None:
+    run = lacking(side(longterm_record()), need)
+    found = compared(run, run)
+    assert exit_code(found) == 0
+    assert [change.counts for change in found.changes] == [True, False]
+    assert exit_code(compared(run, run, require=[need])) == 125
+    assert exit_code(compared(run, run, require=["gpu_buffer_peermem"])) == 125
+
+
+def test_what_is_not_optional_can_be_allowed() -> None:
+    run = lacking(side(longterm_record()), "cuda")
+    assert exit_code(compared(run, run)) == 125
+    assert exit_code(compared(run, run, allow_unmet=["cuda"])) == 0
+
+
+def test_nothing_but_what_is_optional_is_no_answer() -> None:
+    header, verdicts = lacking(side(longterm_record()), "peer-memory")
+    del verdicts["verdicts"][0]
+    found = compared((header, verdicts), (header, verdicts))
+    assert exit_code(found) == 125
+    assert "nothing in the two tells of it" in found.line
+
+
+def test_an_rdma_device_that_is_gone_is_not_the_same() -> None:
+    before = side(longterm_record())
+    after = copy.deepcopy(before)
+    after[1]["verdicts"][0]["evidence"]["registrar"]["value"]["verb"] = "io_uring_register_buffers"
+    found = compared(before, after)
+    assert only(found).direction == "cannot-tell" and "RDMA device" in only(found).reason
+    assert exit_code(compared(before, after, "reproduce")) == 0  # the same pin by the same kernel
+    assert exit_code(compared(after, after)) == 0

@@ -1,4 +1,4 @@
-"""Zones, CMA areas and boot reservations, from texts as kernels print them."""
+"""Zones and CMA areas, from texts as kernels print them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from regrepro.kernel import zones
-from regrepro.kernel.zones import CmaArea, Zone
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -108,63 +107,6 @@ def test_sizes_as_the_kernel_reads_them(text: str, size: int | None) -> None:
     assert zones.parse_size(text) == size
 
 
-def reserve(cmdline: str, **facts: object) -> dict[str, dict[str, object]]:
-    defaults: dict[str, object] = {"areas": [], "zones": [], "meminfo": {"CmaTotal": 0}, "log": []}
-    items = zones.boot_reservations(cmdline, **(defaults | facts))  # type: ignore[arg-type]
-    return {str(item["argument"]): item for item in items}
-
-
-def test_a_reservation_that_was_got() -> None:
-    areas = [CmaArea("hugetlb0", (1 << 30) // PAGE), CmaArea("hugetlb1", (1 << 30) // PAGE)]
-    item = reserve("quiet hugetlb_cma=2G ro", areas=areas, meminfo={"CmaTotal": 2 << 30})["hugetlb_cma=2G"]
-    assert (item["wanted"], item["got"], item["ok"]) == (2 << 30, 2 << 30, True)
-
-
-def test_a_reservation_that_failed_on_one_node() -> None:
-    log = [
-        "Kernel command line: hugetlb_cma=2G",
-        "hugetlb_cma: reserve 2048 MiB, up to 1024 MiB per node",
-        "hugetlb_cma: reservation failed: err -12, node 0",
-        "hugetlb_cma: reserved 1024 MiB on node 1",
-    ]
-    areas = [CmaArea("hugetlb1", (1 << 30) // PAGE)]
-    item = reserve("hugetlb_cma=2G", areas=areas, meminfo={"CmaTotal": 1 << 30}, log=log)["hugetlb_cma=2G"]
-    assert (item["got"], item["ok"]) == (1 << 30, False)
-    assert log[2] in item["kernel_lines"] and log[0] not in item["kernel_lines"]  # type: ignore[operator]
-    # Without sysfs the log itself tells how much.
-    item = reserve("hugetlb_cma=2G", meminfo={"CmaTotal": 1 << 30}, log=log)["hugetlb_cma=2G"]
-    assert (item["got"], item["ok"]) == (1 << 30, False)
-
-
-def test_a_kernel_without_cma() -> None:
-    item = reserve("cma=512M", meminfo={})["cma=512M"]
-    assert (item["got"], item["ok"]) == (0, False)
-
-
-def test_sizes_by_node_placed_sizes_and_the_last_one_wins() -> None:
-    assert reserve("hugetlb_cma=0:1G,1:2G")["hugetlb_cma=0:1G,1:2G"]["wanted"] == 3 << 30
-    assert reserve("cma=64M cma=512M@0-4G")["cma=512M@0-4G"]["wanted"] == 512 << 20
-    assert reserve("kernelcore=mirror")["kernelcore=mirror"]["ok"] is None
-
-
-def test_two_kinds_of_cma_are_told_apart() -> None:
-    areas = [CmaArea("reserved", (64 << 20) // PAGE), CmaArea("hugetlb0", (1 << 30) // PAGE)]
-    both = reserve("cma=64M hugetlb_cma=1G", areas=areas, meminfo={"CmaTotal": (1 << 30) + (64 << 20)})
-    assert both["cma=64M"]["got"] == 64 << 20 and both["cma=64M"]["ok"] is True
-    assert both["hugetlb_cma=1G"]["got"] == 1 << 30
-
-
-def test_movablecore() -> None:
-    movable = [Zone(0, "Movable", 4096, 131072, 131039, 120000)]
-    item = reserve("movablecore=512M", zones=movable)["movablecore=512M"]
-    assert (item["got"], item["ok"]) == (131039 * PAGE, True)
-    assert reserve("movablecore=512M")["movablecore=512M"]["ok"] is False
-
-
-def test_no_argument_no_item() -> None:
-    assert reserve("ro quiet regrepro.cma=1") == {}
-
-
 def test_boot_messages() -> None:
     lines = ["cma: Reserved 512 MiB at 0x000000004a200000", "cma: Reserved 64 MiB in 1 range", "noise"]
     assert zones.parse_cma_lines(lines) == [(0x4A200000, 512 << 20)]
@@ -191,4 +133,3 @@ def test_areas_of_sysfs_and_debugfs(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_this_node() -> None:
     found = [zone for zone in zones.read_zones() if zone.populated]
     assert found and all(zone.present <= zone.spanned for zone in found)
-    assert isinstance(zones.boot_reservations(), list)

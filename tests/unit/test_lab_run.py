@@ -163,7 +163,15 @@ def test_progress_follows_the_record_as_it_grows(tmp_path: Path) -> None:
     labels = {"scenario": "no_pin", "variant": "default", "control": None}
     lines = [
         {"schema": "regrepro.record/1"},
-        {"seq": 1, "event": "reservation", "argument": "cma=1G", "wanted": 1 << 30, "got": 0, "ok": False},
+        {
+            "seq": 1,
+            "event": "reservation",
+            "argument": "cma=1G",
+            "wanted": 1 << 30,
+            "got": 0,
+            "ok": False,
+            "why": "the kernel gave nothing of 1 GiB",
+        },
         {"seq": 2, "event": "scenario-begin", **labels},
         {"seq": 3, "event": "scenario-end", **labels, "outcome": "finished", "seconds": 1.25},
         {"seq": 4, "event": "scenario-begin", **labels, "control": "ordinary-memory"},
@@ -174,7 +182,7 @@ def test_progress_follows_the_record_as_it_grows(tmp_path: Path) -> None:
         follow.look()
         follow.look()
     assert out.getvalue().splitlines() == [
-        "the boot reservation cma=1G failed: the kernel gave nothing of 1 GiB",
+        "boot argument cma=1G: the kernel gave nothing of 1 GiB",
         "[1] no_pin …",
         "    no_pin: finished after 1.2 s",
         "[2] control ordinary-memory of no_pin …",

@@ -14,6 +14,7 @@ from test_report import write
 
 from regrepro import runner
 from regrepro.pytest_plugin import is_scenario_file
+from regrepro.scenario import NEEDS
 
 pytest_plugins = ["pytester"]
 
@@ -194,7 +195,86 @@ def test_what_is_not_in_the_baseline_cannot_be_told(suite: pytest.Pytester) -> N
     result = go(suite, "scenarios", "--baseline", str(before), "-k", "holds")
     result.assert_outcomes(failed=1, deselected=2)
     assert "it is not in the baseline" in result.stdout.str()
-    assert "does not exist" in go(suite, "scenarios", "--baseline", "nowhere", "-k", "holds").stdout.str()
+
+
+@pytest.mark.parametrize("what", ["nowhere", "scenarios"])
+def test_a_baseline_is_checked_before_anything_runs(suite: pytest.Pytester, what: str) -> None:
+    result = go(suite, "scenarios", "--baseline", what)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert "--baseline: " in result.stderr.str() and "collected" not in result.stdout.str()
+    assert not (suite.path / "regrepro-runs").exists()
+
+
+def test_every_need_has_its_marker(suite: pytest.Pytester) -> None:
+    needs = ", ".join(f'"{need}"' for need in (*NEEDS, "kernel<99.0"))
+    (suite.path / "scenarios" / "every.py").write_text(FILE.format(name="every", needs=f", {needs}"))
+    result = go(suite, "scenarios/every.py", "--collect-only", "-q")
+    assert result.ret == 0, result.stdout.str()
+
+
+def test_the_shipped_scenarios_are_collected_under_strict_markers(pytester: pytest.Pytester) -> None:
+    shipped = Path(__file__).parents[2] / "scenarios"
+    result = go(pytester, str(shipped), "--regrepro-cuda", "real", "--collect-only", "-q")
+    assert result.ret == 0, result.stdout.str()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "outcome"),
+    [
+        ((), {"failed": 1}),
+        (("--regrepro-allow-unmet",), {"skipped": 1}),
+        (("--regrepro-allow-unmet", "root"), {"skipped": 1}),
+        (("--regrepro-allow-unmet", "cuda"), {"failed": 1}),
+        (("--regrepro-allow-unmet", "cuda", "--regrepro-allow-unmet", "root"), {"skipped": 1}),
+    ],
+)
+def test_a_need_can_be_allowed(
+    suite: pytest.Pytester, arguments: tuple[str, ...], outcome: dict[str, int]
+) -> None:
+    result = go(suite, *arguments, "scenarios/needs_more.py", "scenarios/holds.py")
+    result.assert_outcomes(passed=1, **outcome)
+    if "skipped" in outcome:  # with its reason on the terminal, also without -rs
+        assert "needs_more: skipped (unmet: root is not met: this process is not root" in result.stdout.str()
+
+
+@pytest.mark.parametrize("question", ["driver", "kernel"])
+def test_a_result_that_proves_nothing_counts_as_unmet(
+    suite: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, question: str
+) -> None:
+    monkeypatch.setitem(RUNS, "holds", build.placement_record)
+    arguments = ("scenarios/holds.py", "--regrepro-ask", question)
+    go(suite, *arguments).assert_outcomes(failed=1)
+    allowed = go(suite, *arguments, "--regrepro-allow-unmet")
+    allowed.assert_outcomes(skipped=1)
+    assert allowed.ret != 0  # nothing was shown
+    assert "nothing was decided" in allowed.stdout.str()
+    go(suite, "scenarios/holds.py", "--regrepro-ask", "node").assert_outcomes(passed=1)
+
+
+def test_what_is_optional_is_a_skip(suite: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lacks() -> Any:
+        record = unmet()
+        build.find(record, "unmet")["need"] = "peer-memory"
+        return record
+
+    monkeypatch.setitem(RUNS, "needs_more", lacks)
+    files = ("scenarios/needs_more.py", "scenarios/holds.py")
+    go(suite, *files).assert_outcomes(passed=1, skipped=1)
+    go(suite, *files, "--regrepro-require", "peer-memory").assert_outcomes(passed=1, failed=1)
+    go(suite, *files, "--regrepro-require", "needs_more").assert_outcomes(passed=1, failed=1)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--regrepro-require", "no_such"),
+        ("--regrepro-allow-unmet=no_such",),
+        ("--regrepro-require", "root", "--regrepro-allow-unmet", "root"),
+        ("--regrepro-ask", "driver", "--regrepro-expect", "declared"),
+    ],
+)
+def test_what_cannot_be_asked_is_a_usage_error(suite: pytest.Pytester, arguments: tuple[str, ...]) -> None:
+    assert go(suite, "scenarios", *arguments).ret == pytest.ExitCode.USAGE_ERROR
 
 
 def test_a_mistake_in_a_scenario_file_is_one_line(suite: pytest.Pytester) -> None:

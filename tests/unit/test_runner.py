@@ -16,11 +16,10 @@ from stage_fakes import FakeBackend
 
 from regrepro import runner
 from regrepro.errors import EnvironmentProblem, Unmet, UsageError
+from regrepro.judge import judge_record
 from regrepro.options import RunOptions
 from regrepro.record import FILE_NAME, Record, read_record
-from regrepro.reservations import find, wanted_size
 from regrepro.scenario import Library, ScenarioFileError
-from regrepro.stage.backend import Zone
 
 HEAD = "import os, signal, sys, time\nfrom regrepro import Stage, change, instead, scenario\n"
 SCENARIO = '''
@@ -104,8 +103,10 @@ class FakeEnvironment(runner.Environment):
     def tracer(self, journal: Any) -> Any:
         raise OSError("no tracefs here")
 
-    def reservations(self) -> list[dict[str, Any]]:
-        return []
+    def reservations(self, given: Any) -> list[dict[str, Any]]:
+        """As of a kernel that knows none of what `--boot` gave."""
+        keys = {"wanted": None, "got": None, "ok": False, "why": "not known", "kernel_lines": []}
+        return [{"argument": argument, **keys} for argument in given]
 
     def stand_ins(self, options: RunOptions) -> list[dict[str, str]]:
         return []
@@ -324,30 +325,13 @@ def test_trace_on_insists(tmp_path: Path) -> None:
         run(tmp_path, scenario("pass"), options=RunOptions(trace="on"))
 
 
-def test_reservations() -> None:
-    log = [
-        "hugetlb_cma: reserve 2048 MiB, up to 1024 MiB per node",
-        "cma: Reserved 1024 MiB at 0x0000000140000000",
-        "hugetlb_cma: reserved 1024 MiB on node 1",
-        "hugetlb_cma: reservation failed: err -12, node 0",
-    ]
-    movable = Zone(0, "Movable")
-    movable.present = (512 << 20) // os.sysconf("SC_PAGE_SIZE")
-    failed, good = find("quiet hugetlb_cma=2G movablecore=512M", log, [movable])
-    assert (failed.argument, failed.wanted, failed.got, failed.ok) == (
-        "hugetlb_cma=2G",
-        2 << 30,
-        1 << 30,
-        False,
-    )
-    assert any("err -12" in line for line in failed.kernel_lines)
-    assert (good.got, good.ok) == (512 << 20, True)
-    [silent] = find("cma=64M@0x1000", [], [])
-    assert (silent.wanted, silent.got, silent.ok) == (64 << 20, None, None)
-    [lost] = find("cma=512M", ["cma: Failed to reserve 512 MiB"], [])
-    assert (lost.got, lost.ok) == (0, False)
-    assert find("hugetlb_cma=0 cma=", [], []) == []
-    assert wanted_size("0:1G,1:2G") == 3 << 30
+def test_what_the_boot_did_not_give_is_recorded_and_makes_the_run_unmet(tmp_path: Path) -> None:
+    lab = {"kernel": "7.3", "boot": ["cmaa=512M"]}
+    record = run(tmp_path, scenario("pass"), lab=lab)
+    [event] = record.of("reservation")
+    assert (event["argument"], event["ok"]) == ("cmaa=512M", False)
+    [item] = judge_record(record)["verdicts"]
+    assert (item["verdict"], item["unmet"][0]["need"]) == ("unmet", "boot")
 
 
 # Names and places

@@ -309,9 +309,8 @@ def _log_of_record(text: str) -> dict[str, Any]:
             failed += parsed["failed"]
             reserved += parsed["reserved"]
         if event.get("ok") is False and (parsed is None or not parsed["failed"]):
-            failed.append(
-                f"{event.get('argument')}: wanted {event.get('wanted')}, got {event.get('got')} bytes"
-            )
+            why = event.get("why") or f"wanted {event.get('wanted')}, got {event.get('got')} bytes"
+            failed.append(f"{event.get('argument')}: {why}")
     return {"reserved": reserved, "failed": failed, "kho": [], "reaches_boot": True}
 
 

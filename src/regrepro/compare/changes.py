@@ -1,8 +1,10 @@
 """Which verdicts changed between two runs, in which direction, and whether the change proves anything.
 
-A change is proven only when both sides were decided on the same ground: the same kind of pin owner, and pages
-that were unpinnable in both. A `not-reproduced` that rests on `placement` was tested on a node without
-unpinnable memory; held against a `reproduced` it says that the node has changed, and nothing of a driver.
+It is asked one question of `judge.questions`. `node`: how the node fares as it is; a `not-reproduced` that
+rests on `placement` is as good there as any, and a change from it or to it is one of the node. For
+`reproduce` a change is proven only when both sides were decided on the same ground: unpinnable pages in
+both. `driver` and `kernel`: what tells of the driver or of the kernel, on both sides. In all of them the
+pins must be of the same kind.
 """
 
 from __future__ import annotations
@@ -13,12 +15,18 @@ from typing import Any
 
 from regrepro.compare.facts import Difference, differences
 from regrepro.errors import EXIT_DECIDED, EXIT_REPRODUCED, EXIT_UNDECIDED
+from regrepro.judge import questions
+from regrepro.judge.questions import ASIDE, SILENT, UNDECIDED, Standing, standing
 
 SCHEMA = "regrepro.comparison/1"
 
 DIRECTIONS = ("better", "worse", "same", "cannot-tell")
 
-_DECIDED = ("reproduced", "not-reproduced", "other-failure")
+_MEANING = {
+    EXIT_DECIDED: "the same as before, or better",
+    EXIT_REPRODUCED: "worse than before",
+    EXIT_UNDECIDED: "it cannot be told",
+}
 
 # Facts by topic that can explain a changed verdict; others are shown, and not named as a cause.
 _CAUSES = ("driver", "pin", "kernel", "boot", "limits", "placement", "registrar", "machine", "sysctl")
@@ -26,7 +34,11 @@ _CAUSES = ("driver", "pin", "kernel", "boot", "limits", "placement", "registrar"
 
 @dataclass(frozen=True)
 class Change:
-    """One scenario on both sides. `before` and `after` are verdicts, None where it did not run."""
+    """One scenario on both sides. `before` and `after` are verdicts, None where it did not run.
+
+    `counts`: whether the exit code rests on it: not on what is not required, nor on what says nothing of the
+    question.
+    """
 
     scenario: str
     variant: str
@@ -36,6 +48,26 @@ class Change:
     before: Mapping[str, Any] | None
     after: Mapping[str, Any] | None
     goes_with: tuple[Difference, ...] = ()
+    counts: bool = True
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What is asked of the two sides, and the headers that say whose pins were whose."""
+
+    question: str
+    headers: tuple[Mapping[str, Any], Mapping[str, Any]]
+    require: tuple[str, ...]
+    allow_unmet: tuple[str, ...]
+
+    def standings(self, before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[Standing, Standing]:
+        # Without an RDMA device in either run the two can still be held side by side.
+        question = "reproduce" if self.question == "node" else self.question
+        one, other = (
+            standing(item, question, header, require=self.require, allow_unmet=self.allow_unmet)
+            for item, header in zip((before, after), self.headers, strict=True)
+        )
+        return one, other
 
 
 @dataclass
@@ -45,6 +77,25 @@ class Comparison:
     facts: list[Difference]
     changes: list[Change]
     problems: list[str] = field(default_factory=list)
+    question: str = "node"
+
+    @property
+    def answer(self) -> str:
+        """The answer in words, with the scenarios that it rests on."""
+        code = exit_code(self)
+        kind = {EXIT_REPRODUCED: ("worse",), EXIT_UNDECIDED: ("cannot-tell",)}.get(code, ("better", "same"))
+        names = [change.scenario for change in self.changes if change.counts and change.direction in kind]
+        if not names:
+            return f"{_MEANING[code]}: nothing in the two tells of it"
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        return f"{_MEANING[code]}: {', '.join(names[:3])}{more}"
+
+    @property
+    def line(self) -> str:
+        """The question, the answer, and what the exit code means: one line."""
+        code = exit_code(self)
+        asked = f"{self.question}, before and after ({questions.QUESTIONS[self.question]})"
+        return f"Asked {asked}: {self.answer}. Exit code {code}: {_MEANING[code]}."
 
     def as_json(self) -> dict[str, Any]:
         """Return plain JSON values, schema `regrepro.comparison/1`."""
@@ -57,6 +108,7 @@ class Comparison:
                     "variant": change.variant,
                     "direction": change.direction,
                     "proven": change.proven,
+                    "counts": change.counts,
                     "reason": change.reason,
                     "before": _short(change.before),
                     "after": _short(change.after),
@@ -65,6 +117,8 @@ class Comparison:
                 for change in self.changes
             ],
             "problems": self.problems,
+            "question": self.question,
+            "answer": self.answer,
             "exit_code": exit_code(self),
         }
 
@@ -74,20 +128,25 @@ def compare(
     before_verdicts: Mapping[str, Any],
     after_header: Mapping[str, Any],
     after_verdicts: Mapping[str, Any],
+    question: str = "node",
+    *,
+    require: Sequence[str] = (),
+    allow_unmet: Sequence[str] = (),
 ) -> Comparison:
     """Compare two runs by their headers and their verdicts (as `judge_record` gives them)."""
+    asked = _Asked(question, (before_header, after_header), tuple(require), tuple(allow_unmet))
     facts = differences(before_header, after_header)
     one, other = _by_name(before_verdicts), _by_name(after_verdicts)
     names = [*one, *(name for name in other if name not in one)]
-    changes = [_change(name, one.get(name), other.get(name), facts) for name in names]
+    changes = [_change(name, one.get(name), other.get(name), facts, asked) for name in names]
     problems = [f"before: {text}" for text in before_verdicts.get("problems", [])]
     problems += [f"after: {text}" for text in after_verdicts.get("problems", [])]
-    return Comparison(facts, changes, problems)
+    return Comparison(facts, changes, problems, question)
 
 
 def exit_code(comparison: Comparison) -> int:
     """Return 10 if anything is worse, else 125 if anything cannot be told or nothing was compared, else 0."""
-    found = {change.direction for change in comparison.changes}
+    found = {change.direction for change in comparison.changes if change.counts}
     if "worse" in found:
         return EXIT_REPRODUCED
     if "cannot-tell" in found or not found:
@@ -119,24 +178,38 @@ def _change(
     before: Mapping[str, Any] | None,
     after: Mapping[str, Any] | None,
     facts: Sequence[Difference],
+    asked: _Asked,
 ) -> Change:
     scenario, variant = name
 
-    def make(direction: str, proven: bool, reason: str, goes_with: tuple[Difference, ...] = ()) -> Change:
-        return Change(scenario, variant, direction, proven, reason, before, after, goes_with)
+    def make(
+        direction: str,
+        proven: bool,
+        reason: str,
+        goes_with: tuple[Difference, ...] = (),
+        *,
+        counts: bool = True,
+    ) -> Change:
+        return Change(scenario, variant, direction, proven, reason, before, after, goes_with, counts)
 
     if before is None or after is None:
         side = "before" if before is None else "after"
         return make("cannot-tell", False, f"it did not run {side}")
-    undecided = [
-        f"{side} it is {item['verdict']}: {item.get('reason', '')}".rstrip(": ")
-        for side, item in (("before", before), ("after", after))
-        if item["verdict"] not in _DECIDED
-    ]
-    if undecided:
-        return make("cannot-tell", False, "; ".join(undecided))
-    weaker = _weaker(before, after)
-    if before["verdict"] == after["verdict"]:
+    stands = asked.standings(before, after)
+    silence = _silence(scenario, stands, (before, after), asked)
+    if silence is not None:
+        direction, reason, counts = silence
+        return make(direction, False, reason, counts=counts)
+    bare = questions.without_rdma(before), questions.without_rdma(after)
+    if asked.question == "node" and bare[0] != bare[1]:
+        side = "before" if bare[0] else "after"
+        return make("cannot-tell", False, f"{side} io_uring registered in the place of an RDMA device")
+    if asked.question in ("driver", "kernel"):
+        verdicts = stands[0].state, stands[1].state
+    else:
+        verdicts = before["verdict"], after["verdict"]
+    weaker = _weaker(before, after, asked.question)
+    if verdicts[0] == verdicts[1]:
         if before.get("layer") != after.get("layer") and before["verdict"] == "other-failure":
             return make(
                 "cannot-tell",
@@ -145,13 +218,14 @@ def _change(
                 _causes(facts),
             )
         same = f"{after['verdict']}, as before"
-        return make("same", weaker is None, same if weaker is None else f"{same}; but {weaker}")
+        remark = weaker or _other_ground(before, after)
+        return make("same", remark is None, same if remark is None else f"{same}; but {remark}")
     if weaker is not None:
         return make("cannot-tell", False, weaker, _causes(facts))
     causes = _causes(facts)
-    if after["verdict"] == "not-reproduced":
-        return make("better", True, f"fixed: {_why_now(after)}; {_goes_with(causes)}", causes)
-    if before["verdict"] == "not-reproduced":
+    if verdicts[1] in ("not-reproduced", questions.GOOD):
+        return make("better", True, f"{_why_now(before, after)}; {_goes_with(causes)}", causes)
+    if verdicts[0] in ("not-reproduced", questions.GOOD):
         return make("worse", True, f"newly broken: {after.get('reason', '')}; {_goes_with(causes)}", causes)
     return make(
         "cannot-tell",
@@ -161,10 +235,47 @@ def _change(
     )
 
 
-def _weaker(before: Mapping[str, Any], after: Mapping[str, Any]) -> str | None:
+def _silence(
+    scenario: str,
+    stands: tuple[Standing, Standing],
+    items: tuple[Mapping[str, Any], Mapping[str, Any]],
+    asked: _Asked,
+) -> tuple[str, str, bool] | None:
+    """Return direction, reason and weight where a side does not answer, None where both do."""
+    states = {one.state for one in stands}
+    sides = list(zip(("before", "after"), stands, items, strict=True))
+    if UNDECIDED in states:
+        undecided = [
+            f"{side} it is {item['verdict']}: {one.why}".rstrip(": ")
+            for side, one, item in sides
+            if one.state in (UNDECIDED, ASIDE)
+        ]
+        return "cannot-tell", "; ".join(undecided), True
+    if not states & {ASIDE, SILENT}:
+        return None
+    needed = scenario in asked.require or any(one.need in asked.require for one in stands)
+    if states <= {ASIDE, SILENT}:
+        whys = "; ".join(dict.fromkeys(one.why for one in stands))
+        if needed:
+            return "cannot-tell", whys, True
+        return "same", f"neither side tells: {whys}", False
+    reason = "; ".join(f"{side} nothing is told: {one.why}" for side, one, _ in sides if not _tells(one))
+    # What is not required weighs nothing; what fell silent does.
+    return "cannot-tell", reason, needed or SILENT in states
+
+
+def _tells(stands: Standing) -> bool:
+    return stands.state not in (ASIDE, SILENT)
+
+
+def _weaker(before: Mapping[str, Any], after: Mapping[str, Any], question: str) -> str | None:
     """Return why the two sides may not be held against each other, None if they may."""
     if family(before) != family(after):
         return f"the pins were not of the same kind: {before.get('pin_owner')}, then {after.get('pin_owner')}"
+    return _other_ground(before, after) if question == "reproduce" else None
+
+
+def _other_ground(before: Mapping[str, Any], after: Mapping[str, Any]) -> str | None:
     grounds = ground(before), ground(after)
     if "failure" in grounds or grounds[0] == grounds[1]:
         return None
@@ -175,10 +286,13 @@ def _weaker(before: Mapping[str, Any], after: Mapping[str, Any]) -> str | None:
     )
 
 
-def _why_now(item: Mapping[str, Any]) -> str:
-    if item.get("basis") == "pin":
-        return f"the pin of {item.get('pin_owner')} now moves the pages out first"
-    return "the kernel now allows the registration"
+def _why_now(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    other = _other_ground(before, after)
+    if other is not None:
+        return f"better for this node: {other}"
+    if after.get("basis") == "pin":
+        return f"fixed: the pin of {after.get('pin_owner')} now moves the pages out first"
+    return "fixed: the kernel now allows the registration"
 
 
 def _causes(facts: Sequence[Difference]) -> tuple[Difference, ...]:

@@ -6,6 +6,17 @@ alone.
 
 from regrepro.judge.declared import as_declared
 from regrepro.judge.layers import LAYERS
-from regrepro.judge.verdict import SCHEMA, exit_code, judge_record
+from regrepro.judge.questions import QUESTIONS, Answer, Standing, answer, exit_code
+from regrepro.judge.verdict import SCHEMA, judge_record
 
-__all__ = ["LAYERS", "SCHEMA", "as_declared", "exit_code", "judge_record"]
+__all__ = [
+    "LAYERS",
+    "QUESTIONS",
+    "SCHEMA",
+    "Answer",
+    "Standing",
+    "answer",
+    "as_declared",
+    "exit_code",
+    "judge_record",
+]

@@ -53,7 +53,7 @@ def gather(facts: Facts, run: Pass, registration: Registration | None, layer: La
     found["trace"] = _trace(registration)
     found["release"] = _release(case)
     contracts = {
-        str(pin.id): {"contract": contract.kind, "why": contract.why}
+        str(pin.id): {"contract": contract.kind, "owner": pin.owner, "why": contract.why}
         for pin in run.pins.values()
         if pin.errno is None
         for contract in [measured_contract(facts, run, pin)]

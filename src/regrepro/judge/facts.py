@@ -257,6 +257,7 @@ class Facts:
     run_outcome: str | None
     problems: list[str]
     unknown_events: dict[str, int]
+    not_given: list[Mapping[str, Any]] = field(default_factory=list)  # boot arguments without their effect
     read_state: StateReader = field(default_factory=StateReader, repr=False)
 
     @property
@@ -474,6 +475,9 @@ def _of_the_run(facts: Facts, kind: str, event: Mapping[str, Any]) -> None:
             _texts(event.get("sources")),
             len(ranges) if isinstance(ranges, list) else 0,
         )
+    elif kind == "reservation":
+        if event.get("ok") is False:
+            facts.not_given.append(event)
     elif kind == "lab":
         facts.lab.append(event)
     elif kind == "run-end":

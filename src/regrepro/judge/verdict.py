@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from regrepro.errors import EXIT_DECIDED, EXIT_OTHER_FAILURE, EXIT_REPRODUCED, EXIT_UNDECIDED
 from regrepro.judge.declared import as_declared, declared
 from regrepro.judge.evidence import gather
 from regrepro.judge.facts import Facts, Pass, RecordLike, Registration, collect
-from regrepro.judge.outcome import ERROR, NOT_REPRODUCED, OTHER_FAILURE, REPRODUCED, Verdict
+from regrepro.judge.outcome import ERROR, UNMET, Verdict, unmet
 from regrepro.judge.owners import owner_of
+from regrepro.judge.questions import BOOT_NEED
 from regrepro.judge.rules import Case
 from regrepro.judge.selection import Finding, decide
-from regrepro.judge.watched import CAUGHT
 
 SCHEMA = "regrepro.verdicts/1"
 RECORD_SCHEMA = "regrepro.record/1"
@@ -45,40 +44,16 @@ def judge_record(record: RecordLike) -> dict[str, Any]:
     return {"schema": SCHEMA, "verdicts": verdicts, "complete": complete, "problems": problems}
 
 
-def exit_code(verdicts: Mapping[str, Any], expect_declared: bool = False) -> int:
-    """Return the exit code of `run`, `lab run` and `judge` for a verdicts object.
-
-    0 nothing reproduced and all decided, 10 something reproduced, 11 another failure and nothing
-    reproduced, 125 undecided. With `expect_declared`: 0 all as declared, 10 something is not, 125
-    undecided. A run that did not reach its end, or has no verdict, is undecided unless it found something.
-    """
-    items = verdicts.get("verdicts")
-    items = [item for item in items if isinstance(item, Mapping)] if isinstance(items, list) else []
-    undecided = not items or verdicts.get("complete") is False
-    names = [item.get("verdict") for item in items]
-    if expect_declared:
-        if any(item.get("as_declared") is False for item in items):
-            return EXIT_REPRODUCED
-        undecided = undecided or any(item.get("as_declared") is not True for item in items)
-        return EXIT_UNDECIDED if undecided else EXIT_DECIDED
-    if REPRODUCED in names or CAUGHT in names:
-        return EXIT_REPRODUCED
-    if OTHER_FAILURE in names:
-        return EXIT_OTHER_FAILURE
-    if undecided or any(name != NOT_REPRODUCED for name in names):
-        return EXIT_UNDECIDED
-    return EXIT_DECIDED
-
-
 def _never_begun(facts: Facts) -> list[dict[str, Any]]:
     """Scenarios that were asked for by name and of which the record holds nothing."""
     run = facts.header.get("run")
-    names = run.get("names") if isinstance(run, Mapping) else None
+    given = run.get("names") if isinstance(run, Mapping) else None
+    names = given if isinstance(given, list) else []
     begun = {item.scenario for item in facts.passes}
     left = [
         name
-        for name in dict.fromkeys(names if isinstance(names, list) else [])
-        if isinstance(name, str) and name.isidentifier() and name not in begun
+        for name in dict.fromkeys(name for name in names if isinstance(name, str))
+        if name.isidentifier() and name not in begun
     ]
     seen = "; ".join(str(item.get("what")) for item in facts.lab if item.get("what") not in (None, "boot"))
     why = f"the run ended before it began{f' ({seen})' if seen else ''}"
@@ -97,7 +72,29 @@ def _judge_scenario(facts: Facts, scenario: str, variant: str) -> dict[str, Any]
         item.control: item for item in facts.passes if (item.scenario, item.variant) == (scenario, variant)
     }
     main = passes.pop(None, None) or Pass(scenario, variant, None)
-    return _written(facts, main, decide(facts, main, passes))
+    found = decide(facts, main, passes)
+    found.verdict = _as_booted(facts, found.verdict)
+    return _written(facts, main, found)
+
+
+def _as_booted(facts: Facts, verdict: Verdict) -> Verdict:
+    """Unmet where the boot did not give what `--boot` asked for: the run was not on the machine asked for."""
+    lab = facts.header.get("lab")
+    boot = lab.get("boot") if isinstance(lab, Mapping) else None
+    given = boot if isinstance(boot, list) else []
+    lacks = [event for event in facts.not_given if event.get("argument") in given]
+    if not lacks or verdict.verdict == ERROR:
+        return verdict
+    needs = [
+        {
+            "need": BOOT_NEED,
+            "why": f"--boot {event['argument']}: {event.get('why') or 'the kernel did not give it'}",
+            "how": "mend the argument, give the machine more --memory, or take another kernel",
+        }
+        for event in lacks
+    ]
+    found = unmet(*(needs[0][key] for key in ("need", "why", "how")))
+    return Verdict(UNMET, found.reason, checks=verdict.checks, unmet=needs)
 
 
 def _written(facts: Facts, main: Pass, found: Finding) -> dict[str, Any]:

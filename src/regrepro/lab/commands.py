@@ -9,7 +9,15 @@ from typing import Any
 
 import click
 
-from regrepro.cli import Size, conclude, default_out, make_run_options, run_options
+from regrepro.cli import (
+    Size,
+    ask_options,
+    conclude,
+    default_out,
+    make_run_options,
+    make_terms,
+    run_options,
+)
 from regrepro.errors import RegreproError, UsageError
 from regrepro.lab.archive import Index
 from regrepro.lab.settings import ACCEL_CHOICES, parse_nodes
@@ -55,6 +63,7 @@ def lab() -> None:
     help="auto: KVM where a short probe shows that it works, else TCG.",
 )
 @run_options
+@ask_options("reproduce")
 @click.option("--json", "as_json", is_flag=True, help="Print the verdicts as JSON.")
 @click.option("--quiet", "-q", is_flag=True, help="No progress.")
 @click.pass_context
@@ -78,10 +87,13 @@ def run_command(  # noqa: PLR0917 - click passes by name
     from regrepro.lab.run import Interrupted, LabOptions, lab_run
     from regrepro.scenario import Library, check_options
 
+    terms = make_terms(values)
     options = make_run_options(names, values)
     lab_options = LabOptions(kernel, boot, memory, parse_nodes(numa), cpus, accel)
     # What is wrong with names and options is said before anything is fetched or made.
-    check_options(Library().select(names, options.profile), options.option)
+    scenarios = Library().select(names, options.profile)
+    check_options(scenarios, options.option)
+    terms.check(item.name for item in scenarios)
     lab_options.settings()
     made = out is None
     directory = default_out() if out is None else out
@@ -91,7 +103,7 @@ def run_command(  # noqa: PLR0917 - click passes by name
     except Interrupted as interrupted:
         tell.close()
         with contextlib.suppress(RegreproError):
-            conclude(directory, as_json=as_json, expect_declared=options.expect == "declared")
+            conclude(directory, terms, as_json=as_json)
         raise interrupted from None
     except RegreproError:
         if made:
@@ -99,7 +111,7 @@ def run_command(  # noqa: PLR0917 - click passes by name
         raise
     finally:
         tell.close()
-    ctx.exit(conclude(directory, as_json=as_json, expect_declared=options.expect == "declared", write=False))
+    ctx.exit(conclude(directory, terms, as_json=as_json))
 
 
 def _remove_if_nothing_was_recorded(directory: Path) -> None:

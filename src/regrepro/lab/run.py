@@ -409,11 +409,7 @@ class _Follow:
         elif kind == "scenario-end":
             self._tell.say(f"    {what}: {event.get('outcome')} after {event.get('seconds', 0):.1f} s")
         elif kind == "reservation" and event.get("ok") is False:
-            wanted, got = event.get("wanted"), event.get("got")
-            self._tell.say(
-                f"the boot reservation {event.get('argument')} failed: the kernel gave "
-                f"{format_size(got) if got else 'nothing'} of {format_size(wanted) if wanted else '?'}"
-            )
+            self._tell.say(f"boot argument {event.get('argument')}: {event.get('why') or 'it failed'}")
 
 
 def _complete_record(out: Path, ending: Ending, options: RunOptions, facts: dict[str, Any]) -> None:

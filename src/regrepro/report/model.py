@@ -587,8 +587,9 @@ def _facts(header: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> It
             yield "memory map from", ", ".join(str(text) for text in words.list_of(event.get("sources")))
         elif event.get("event") == "reservation":
             size = event.get("got")
-            got = format_size(size) if isinstance(size, int) and size else "nothing"
-            yield f"reservation {event.get('argument')}", f"the kernel gave {got}"
+            got = format_size(size) if isinstance(size, int) and size else "nothing" if size == 0 else "it"
+            what = f"the kernel gave {got}" if event.get("ok") is not None else "nobody tells what it gave"
+            yield f"boot argument {event.get('argument')}", str(event.get("why") or what)
     shown = ("cuda", "rdma_device", "trace", "place", "profile", "expect")
     yield (
         "options",
