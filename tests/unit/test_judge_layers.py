@@ -683,3 +683,15 @@ def test_a_step_tells_the_mapping_as_it_is_at_the_call() -> None:
     builder.end()
     verdict = judge_record(builder.done())["verdicts"][0]
     assert "read-only" in verdict["reason"]
+
+
+def test_a_pin_of_a_file_that_io_uring_refused_itself() -> None:
+    """Before 6.5 `io_pin_pages` (io_uring/rsrc.c) pins the pages of a file, and gives them back."""
+    builder = Builder(**OLD)
+    builder.begin("fault", contract="longterm", controls={}, needs=())
+    builder.buffer(state(OUT), place="any", **FILE)
+    refused = returns(("pin_user_pages", 8), ("io_pin_pages", -95), ("io_sqe_buffers_register", -95))
+    pin = {"kind": "longterm", "owner": "io-uring", "api": None, "errno": "EOPNOTSUPP"}
+    builder.pin(state(OUT), state(OUT), trace=refused, **pin)
+    builder.end()
+    assert layer(builder.done()) == ("longterm-refused", "inferred")

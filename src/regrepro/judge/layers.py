@@ -652,7 +652,8 @@ def classify_pin(facts: Facts, run: Pass, pin: Pin) -> Layer:
     if buffer is not None and pin.spans:
         address = buffer.address + pin.spans.first * buffer.page_size
         length = (pin.spans.pairs[-1][1] - pin.spans.first) * buffer.page_size
-    verb = "io_uring_register_buffers" if "io_uring" in pin.api else pin.api
+    by_io_uring = pin.owner == "io-uring" or "io_uring" in pin.api  # one that failed has no api
+    verb = "io_uring_register_buffers" if by_io_uring else pin.api
     as_call = Registration(
         pin.id, pin.seq, pin.buffer, verb, None, address, length, address, None, pin.errno,
         pin.before, pin.after, {}, pin.trace, pin.stand_in, pin.spans,
