@@ -226,11 +226,11 @@ def _of_the_bug(item: Mapping[str, Any], _header: Mapping[str, Any]) -> Standing
     verdict, reason = item.get("verdict"), str(item.get("reason") or "")
     if verdict in ("reproduced", "caught"):
         owner = item.get("pin_owner")
-        return Standing(BAD, f"under a pin by {owner}" if owner not in (None, "none") else reason)
+        return Standing(BAD, f"it failed under a pin by {owner}" if owner not in (None, "none") else reason)
     if verdict == "other-failure":
-        return Standing(OTHER, f"{item.get('layer') or 'unknown'}")
+        return Standing(OTHER, f"it failed in layer {item.get('layer') or 'unknown'}")
     if verdict == "not-reproduced":
-        return Standing(GOOD, f"{item.get('basis')}")
+        return Standing(GOOD, f"it succeeded (basis {item.get('basis')})")
     return Standing(UNDECIDED, reason, next(iter(_unmet_needs(item)), ""))
 
 
