@@ -1,9 +1,9 @@
 """Private details out of texts and records, replaced consistently.
 
 Of JSON, whatever the key, only words stay that are regrepro's own, the kernel's, or numbers: what is no such
-word came from the node. Logs are other people's prose: there private details are found by their form or their label.
-A name that is found once, by its label (`Hostname: …`, `/home/NAME`), is replaced wherever it stands as a word,
-in every file. What has neither form nor label in a log cannot be found; the listing says so.
+word came from the node. Logs are other people's prose: there private details are found by their form or
+label. A name that is found once, by its label (`Hostname: …`, `/home/NAME`), is replaced wherever it stands
+as a word, in every file. What has neither form nor label in a log cannot be found; the listing says so.
 """
 
 from __future__ import annotations
