@@ -8,6 +8,7 @@ import io
 import json
 import subprocess
 import tarfile
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -521,3 +522,32 @@ def test_what_the_kernel_and_regrepro_say_stays_word_for_word() -> None:
     redactor.learn_json({"fn": ["mlx5_ib_reg_user_mr"], "modules": ["mlx5_ib"]})
     for text in texts:
         assert redactor.json({"text": text}, "x") == {"text": text}
+
+
+def test_the_readme_says_where_regrepro_comes_from_and_how_to_repeat_the_run(tmp_path: Path) -> None:
+    run = secret_run(tmp_path / "run")
+    said = make_bundle(run).files["README.txt"].decode()
+    assert "pip install regrepro==" not in said
+    package = Path(regrepro.__file__).parent
+    command = "find . -name '*.py' ! -path './_scenarios/*' | LC_ALL=C sort | xargs sha256sum | sha256sum"
+    assert command in " ".join(said.split())
+    done = subprocess.run(["sh", "-c", command], cwd=package, capture_output=True, text=True, check=True)
+    assert done.stdout.split()[0] in said
+    assert "regrepro lab run pin.py --kernel 7.3 --boot cma=512M\n" in said
+    assert "c/pin_then_register.c" in said
+    assert '-append "console=ttyS0 panic=-1 cma=512M"' in said
+
+
+def test_the_wheel_is_sent_along_on_request(tmp_path: Path) -> None:
+    run = secret_run(tmp_path / "run")
+    wheel = tmp_path / f"regrepro-{regrepro.__version__}-cp310-abi3-linux_x86_64.whl"
+    with zipfile.ZipFile(wheel, "w") as packed:
+        packed.writestr("regrepro/__init__.py", "")
+    bundle = make_bundle(run, wheel=wheel)
+    assert bundle.files[wheel.name] == wheel.read_bytes()
+    assert f"pip install ./{wheel.name}" in bundle.files["README.txt"].decode()
+    with pytest.raises(UsageError, match="no wheel of this regrepro"):
+        make_bundle(run, wheel=tmp_path / "other-1.0-py3-none-any.whl")
+    wheel.write_text("no archive")
+    with pytest.raises(UsageError, match="no wheel"):
+        make_bundle(run, wheel=wheel)

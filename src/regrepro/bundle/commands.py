@@ -30,6 +30,11 @@ from regrepro.options import format_size
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="Attach this output of `regrepro audit --json`.",
 )
+@click.option(
+    "--wheel",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Send this wheel of regrepro along, so that the receiver can judge the record again.",
+)
 @click.option("--check", is_flag=True, help="RUN is a bundle: check its sums, judge its record again.")
 @click.pass_context
 def bundle(
@@ -41,6 +46,7 @@ def bundle(
     redact: bool,
     nvidia_bug_report: bool,
     audit_file: Path | None,
+    wheel: Path | None,
     check: bool,
 ) -> None:
     """Pack a run as the attachment of a bug report: report, record, audit, log lines, C programs.
@@ -62,7 +68,7 @@ def bundle(
             raise UsageError(f"{run_dir} is no directory", hint="name a run directory")
         click.echo("running nvidia-bug-report.sh (it takes minutes)", err=True)
         run_nvidia_bug_report(run_dir)
-    made = make_bundle(run_dir, redact=redact, audit_file=audit_file)
+    made = make_bundle(run_dir, redact=redact, audit_file=audit_file, wheel=wheel)
     data = made.archive()
     target = output or Path(f"{made.name}.tar.gz")
     try:

@@ -9,6 +9,7 @@ import json
 import re
 import tarfile
 import tempfile
+import zipfile
 import zlib
 from dataclasses import dataclass, field
 from importlib import resources
@@ -17,6 +18,7 @@ from typing import Any
 
 from regrepro import __version__, judge
 from regrepro.bundle.redact import Redactor
+from regrepro.bundle.repeat import how_to_repeat
 from regrepro.errors import EnvironmentProblem, RegreproError, UsageError
 from regrepro.record import FILE_NAME, read_record, record_path
 from regrepro.report import cprogram, html, markdown, text
@@ -51,6 +53,7 @@ class Bundle:
     files: dict[str, bytes]
     redactor: Redactor
     left_out: dict[str, str] = field(default_factory=dict)
+    wheel: str = ""
 
     def archive(self) -> bytes:
         """Return the archive (tar, gzip): the same bytes for the same files."""
@@ -68,8 +71,13 @@ class Bundle:
         return packed.getvalue()
 
 
-def make_bundle(run_dir: Path, *, redact: bool = True, audit_file: Path | None = None) -> Bundle:
-    """Make the bundle of a run directory. Raises `UsageError` for what is no run that can be judged."""
+def make_bundle(
+    run_dir: Path, *, redact: bool = True, audit_file: Path | None = None, wheel: Path | None = None
+) -> Bundle:
+    """Make the bundle of a run directory. Raises `UsageError` for what is no run that can be judged.
+
+    `wheel`: regrepro's own, to be sent along.
+    """
     file = record_path(run_dir)
     directory = file.parent
     record = read_record(file)
@@ -115,6 +123,9 @@ def make_bundle(run_dir: Path, *, redact: bool = True, audit_file: Path | None =
     for name in _SCHEMAS:
         schema = resources.files("regrepro").joinpath(f"schema/{name}")
         bundle.files[f"schema/{name}"] = schema.read_bytes()
+    if wheel is not None:
+        bundle.wheel = wheel.name
+        bundle.files[wheel.name] = _wheel(wheel)
     bundle.files["REDACTED.txt"] = _listing(bundle).encode()
     bundle.files["README.txt"] = _readme(bundle).encode()
     _seal(bundle)
@@ -178,6 +189,20 @@ def _bug_report(file: Path, bundle: Bundle, redact: bool) -> str | None:
         # Text with binary inserts: what is hidden in them nobody can read, so they go.
         data = data.replace(b"\0", b"")
     return data.decode("utf-8", "replace" if redact else "surrogateescape")
+
+
+def _wheel(file: Path) -> bytes:
+    """Return a wheel of this version of regrepro. Raises `UsageError` for anything else."""
+    wanted = f"regrepro-{__version__}-"
+    if not (file.name.startswith(wanted) and re.fullmatch(r"[\w.-]+\.whl", file.name)):
+        raise UsageError(f"{file} is no wheel of this regrepro", hint=f"name a file {wanted}….whl")
+    try:
+        data = file.read_bytes()
+    except OSError as error:
+        raise UsageError(f"cannot read {file}", why=error.strerror or str(error)) from None
+    if not zipfile.is_zipfile(io.BytesIO(data)):
+        raise UsageError(f"{file} is no wheel", why="it is no zip archive")
+    return data
 
 
 def _note_unknown(directory: Path, bundle: Bundle) -> None:
@@ -298,21 +323,45 @@ _PARTS = {
 }
 
 
+def source_digest() -> str:
+    """Return one SHA-256 for the package's Python sources, as the command in the bundle's README gives it."""
+    package = Path(str(resources.files("regrepro")))
+    files = {f"./{file.relative_to(package).as_posix()}": file for file in package.rglob("*.py")}
+    lines = (
+        f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {name}\n"
+        for name, file in sorted(files.items())
+        if not name.startswith("./_scenarios/")
+    )
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
 def _readme(bundle: Bundle) -> str:
+    header = json.loads(bundle.files[FILE_NAME].partition(b"\n")[0])
+    programs = sorted(name[2:-2] for name in bundle.files if name.startswith("c/"))
     lines = [
         "A run of regrepro: an RDMA memory registration under a pin without FOLL_LONGTERM.",
         "",
-        "Judge it again, on any machine, from the record alone (no GPU, no RDMA card, no root):",
+        f"Made by regrepro {__version__}; SHA-256 of its sources: {source_digest()}",
+        "(in the package's folder: find . -name '*.py' ! -path './_scenarios/*' | LC_ALL=C sort | xargs "
+        "sha256sum | sha256sum).",
+        "It is on no package index: whatever has its name there is something else. Install it from a file,",
+        f"{bundle.wheel or 'a wheel or a source tree, which whoever sent this bundle has'}:",
         "",
-        f"    pip install regrepro=={__version__}",
+        f"    pip install ./{bundle.wheel or f'regrepro-{__version__}-….whl'}",
+        "",
+        "Judge the run again, on any machine, from the record alone (no GPU, no RDMA card, no root):",
+        "",
         "    regrepro bundle --check .       (checksums, and the same verdicts from the record)",
         "    regrepro judge .                (the verdicts, with their proofs)",
         "",
-        "Without regrepro: sha256sum -c SHA256SUMS, and the programs below c/:",
+        "Without regrepro: sha256sum -c SHA256SUMS, and the programs below c/, which find out by themselves",
+        "where unpinnable memory lies, and say where they cannot:",
         "",
         "    cc -Wall -Wextra -O2 -o program c/NAME.c -libverbs -lpthread && sudo ./program",
         "",
+        *how_to_repeat(header, programs),
     ]
+    lines += ["Files:", ""]
     names = [name for name in _PARTS if name in bundle.files or name in (MANIFEST, SUMS)]
     lines += [f"{name:<28} {_PARTS[name]}" for name in names]
     lines += [f"{'c/*.c':<28} the recorded steps of one scenario as a C program each"]

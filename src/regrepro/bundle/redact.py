@@ -1,11 +1,9 @@
-"""Private details out of texts and records: found by their form or their label, replaced consistently.
+"""Private details out of texts and records, replaced consistently.
 
-Replaced are host names, serial numbers, GUIDs and UUIDs, MAC and IP addresses, mail addresses, user names,
-paths in home directories, and command lines; of a process that `watch` followed also its program's name, its
-job, its control group and container, the paths of its mappings, and variables that are no mere number. A name
-that is found once, by its label (`Hostname: …`, `/home/NAME`), is replaced wherever it stands as a word, in
-every file. What has neither form nor label (a project's name in a kernel message) cannot be found; the
-listing says so.
+Of JSON, whatever the key, only words stay that are regrepro's own, the kernel's, or numbers: what is no such
+word came from the node. Logs are other people's prose: there private details are found by their form or
+label. A name that is found once, by its label (`Hostname: …`, `/home/NAME`), is replaced wherever it stands
+as a word, in every file. What has neither form nor label in a log cannot be found; the listing says so.
 """
 
 from __future__ import annotations
