@@ -49,12 +49,12 @@ def flaws(facts: Facts, run: Pass) -> list[Flaw]:
 
 def concerning(facts: Facts, run: Pass, registration: Registration | None) -> list[Flaw]:
     """The flaws that a verdict on this registration rests on: its own, those of the whole pass, of the pins
-    that were held at it and of their release, and of the same call after that. Without a registration: those
-    of the pins that failed.
+    that were held at it or failed before it, of their release, and of the same call after that.
     """
-    rests_on = {pin.seq for pin in run.pins.values() if pin.errno is not None and registration is None}
+    refused = [pin for pin in run.pins.values() if pin.errno is not None]
+    rests_on = {pin.seq for pin in refused if registration is None or pin.seq < registration.seq}
     if registration is not None:
-        rests_on = {registration.seq}
+        rests_on.add(registration.seq)
         buffer = run.buffers.get(registration.buffer)
         held = run.held(registration.seq, registration.buffer)
         rests_on |= {pin.seq for pin in held}
