@@ -384,6 +384,12 @@ TABLE: dict[str, tuple[Callable[[], Record], Edit, str, str]] = {
         CONTRADICTED,
     ),
     "pin: called refused": (reproduced, event("pin", errno="ENOMEM"), "unmet", CONTRADICTED),
+    "pin: called refused, and its references stand": (
+        reproduced,
+        both(event("pin", errno="EFAULT"), event("register", pins=[]), drop("release")),
+        "unmet",
+        CONTRADICTED,
+    ),
     "pin: called none": (reproduced, event("pin", kind="none"), "unmet", CONTRADICTED),
     "pin: called long-term": (reproduced, event("pin", kind="longterm"), "unmet", CONTRADICTED),
     "pin: a FOLL_PIN called a FOLL_GET": (reproduced, event("pin", kind="get"), "unmet", CONTRADICTED),

@@ -43,11 +43,11 @@ def write_record(directory: Path, kernel: str, names: list[str], *, blocks: str 
             builder.end("blocked", where=KERNEL_WAIT)
             break
         failing = {
-            "access_flags": {"errno": "EINVAL", "access": ["REMOTE_WRITE"]},
-            "vanishing_device": {"errno": "EIO"},
-            "zero_page": {},
+            "access_flags": {"errno": "EINVAL", "access": ["REMOTE_WRITE"], "trace": build.trace()},
+            "vanishing_device": {"errno": "EIO", "trace": build.trace()},
+            "zero_page": {"after": build.state(build.OUT, 1025)},
         }[name]
-        builder.register(pages, pages, **{"trace": build.trace(), **failing})
+        builder.register(pages, **{"after": pages, **failing})
         builder.end()
     record = builder.done()
     lines = [record.header, *record.events]

@@ -78,7 +78,7 @@ def record_with(*events: dict[str, Any]) -> Any:
         keys = {key: place[key] for key in ("t", "scenario", "variant", "control") if key in place}
         record.events.insert(at, {**event, **keys})
     for number, event in enumerate(record.events, 1):
-        event["seq"] = number
+        event |= {"seq": number, "t": number / 100}
     return record
 
 

@@ -500,7 +500,8 @@ def _by_pins(facts: Facts, run: Pass) -> Iterator[Flaw]:
             if pin.owner in UNASKED and before is not None:
                 fewer = fewer - where(before.change(after, "refcount"), lambda step: step > 0)
             if fewer:
-                yield Flaw(f"pin {pin.id} ({pin.kind}) put no pin on page {fewer}", _of(pin))
+                text = f"pin {pin.id} ({pin.kind}) put no pin on page {fewer}"
+                yield Flaw(text, _of(pin), f"look whether {pin.api or pin.owner} pins at all")
 
 
 def _while_held(facts: Facts, run: Pass) -> Iterator[Flaw]:
