@@ -57,7 +57,10 @@ lab_packages() {
 # old kernels, in the guest too, and beside it the lab's tests run programs of others.
 LINT_PACKAGES=(cppcheck shellcheck)
 WATCH_PACKAGES=(bpftrace)
-OTHERS_PACKAGES=(ibverbs-utils perftest runc systemd)
+OTHERS_PACKAGES=(git ibverbs-utils perftest runc systemd)
+# A Slurm of the tests' own, for docs/gates.md: they start its daemons, in namespaces. Where systemd runs, Debian
+# starts a munged of its own at installation; slurmd and slurmctld wait for a configuration that nobody writes.
+SLURM_PACKAGES=(munge slurm-client slurm-wlm-basic-plugins slurmctld slurmd iproute2)
 BENCH_PACKAGES=(gcc libc6-dev libibverbs-dev)
 
 # Print those of the named packages that are not installed.

@@ -163,16 +163,20 @@ def prolog(directory: Path, systemctl: str, logger: str = "exit 0") -> tuple[int
     return done.returncode, done.stdout + done.stderr, calls.read_text()
 
 
-IS_ACTIVE = "systemctl is-active --quiet regrepro-watch.service\n"
+IS_ACTIVE = "systemctl is-active regrepro-watch.service\n"
 START = "systemctl start --no-block regrepro-watch.service\n"
 
 
 def test_the_prolog_leaves_a_node_that_is_watched_alone(tmp_path: Path) -> None:
-    assert prolog(tmp_path, "exit 0") == (0, "", IS_ACTIVE)
+    assert prolog(tmp_path, "echo active") == (0, "", IS_ACTIVE)
 
 
-def test_the_prolog_starts_watch_and_does_not_wait_for_it(tmp_path: Path) -> None:
-    assert prolog(tmp_path, '[ "$1" = start ]') == (0, "", IS_ACTIVE + START)
+@pytest.mark.parametrize("state", ["inactive", "failed", "activating"])
+def test_the_prolog_starts_watch_says_what_it_was_and_does_not_wait(state: str, tmp_path: Path) -> None:
+    """A service that fails again and again can be started, by `--no-block`, each time."""
+    code, output, calls = prolog(tmp_path, f'[ "$1" = start ] || {{ echo {state}; exit 3; }}')
+    assert (code, output) == (0, "") and calls.startswith(IS_ACTIVE + START)
+    assert f"job 4711: regrepro-watch.service was {state} and is started; registrations that fail" in calls
 
 
 @pytest.mark.parametrize(
