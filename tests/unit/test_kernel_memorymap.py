@@ -14,7 +14,7 @@ import pytest
 from kernel_fakes import PAGE, FakeKernel, FakeZone
 
 from regrepro.kernel import btf, kallsyms, kcore, memorymap, pageblocks, zones
-from regrepro.kernel.memorymap import ABSENT, CMA, ISOLATE, ORDINARY, UNKNOWN, MemoryMap
+from regrepro.kernel.memorymap import ABSENT, CMA, ISOLATE, MOVABLE_ZONE, ORDINARY, UNKNOWN, MemoryMap
 from regrepro.kernel.pageblocks import BitmapLayout
 
 pytestmark = pytest.mark.skipif(PAGE != 4096, reason="the kernels on paper have pages of 4 KiB")
@@ -125,6 +125,70 @@ def test_zones_that_overlap_are_told_apart_by_the_pages(tmp_path: Path, read: Re
     assert seen.selfcheck["passed"] is True
     assert seen.unpinnable_ranges == [(64 * BLOCK, 128 * BLOCK, "movable-zone")]
     assert seen.nodes_of(np.array([31, 32, 48], dtype=np.uint64) * np.uint64(BLOCK)).tolist() == [0, 1, 0]
+
+
+def now(memory_map: MemoryMap, *pfns: int) -> list[int]:
+    return memory_map.places_now(np.array(pfns, dtype=np.uint64)).tolist()
+
+
+def test_places_are_those_of_the_moment(tmp_path: Path, read: Read) -> None:
+    """A block is isolated, one becomes CMA, one is CMA no longer: the kernel's counts are not read again."""
+    kernel = with_cma(tmp_path)
+    seen = read(kernel)
+    kernel.types |= {30: kernel.names.index("Isolate"), 40: 4, 100: 1}
+    kernel.write()
+    (tmp_path / "pagetypeinfo").unlink()
+    pfns = [30 * BLOCK + 7, 40 * BLOCK, 100 * BLOCK, 101 * BLOCK, 29 * BLOCK, 0, 30 * BLOCK]
+    assert codes(seen, *pfns) == [ORDINARY, ORDINARY, CMA, CMA, ORDINARY, ABSENT, ORDINARY]
+    assert now(seen, *pfns) == [ISOLATE, CMA, ORDINARY, CMA, ORDINARY, ABSENT, ISOLATE]
+
+
+@pytest.mark.parametrize("first", [64, 128], ids=["a block changed its zone", "a section is new"])
+def test_a_block_that_became_movable(tmp_path: Path, read: Read, first: int) -> None:
+    """The map shows the pages elsewhere, or not at all: it is read again, and checks itself."""
+    zones_ = [FakeZone(0, "Normal", 1, 128 * BLOCK - 1)]
+    kernel = FakeKernel(tmp_path, zones_, dict.fromkeys(range(128), 1), cma=False, isolate_bit=False)
+    seen = read(kernel)
+    assert seen.has_unpinnable is False
+    kernel.types = dict.fromkeys(range(first + 64), 1)
+    kernel.zones = [
+        FakeZone(0, "Normal", 1, first * BLOCK - 1),
+        FakeZone(0, "Movable", first * BLOCK, 64 * BLOCK),
+    ]
+    kernel.write()
+    assert seen.zones_changed() is True
+    assert now(seen, first * BLOCK, 5) == [MOVABLE_ZONE, ORDINARY]
+    assert seen.has_unpinnable is True and seen.zones_changed() is False
+
+
+def test_a_changed_zone_that_cannot_be_checked_is_unknown(tmp_path: Path, read: Read) -> None:
+    zones_ = [FakeZone(0, "Normal", 1, 128 * BLOCK - 1)]
+    kernel = FakeKernel(tmp_path, zones_, dict.fromkeys(range(128), 1))
+    seen = read(kernel)
+    kernel.zones = [FakeZone(0, "Normal", 1, 64 * BLOCK - 1), FakeZone(0, "Movable", 64 * BLOCK, 64 * BLOCK)]
+    kernel.write()
+    (tmp_path / "pagetypeinfo").unlink()
+    assert now(seen, 64 * BLOCK, 0) == [UNKNOWN, ABSENT]
+
+
+def test_a_section_that_went_offline_is_unknown(tmp_path: Path, read: Read) -> None:
+    kernel = FakeKernel(tmp_path, [FakeZone(0, "Normal", 1, 128 * BLOCK - 1)], dict.fromkeys(range(128), 1))
+    seen = read(kernel)
+    kernel.types = dict.fromkeys(range(64), 1)
+    kernel.write()
+    assert now(seen, 64 * BLOCK, 5) == [UNKNOWN, ORDINARY]
+    (tmp_path / "kcore").unlink()
+    located = seen.locate_now(np.array([5, 0], dtype=np.uint64))
+    assert located.place.tolist() == [UNKNOWN, ABSENT] and "could not be read again" in located.problem
+
+
+def test_without_the_bitmap_places_hold_while_the_zones_do(tmp_path: Path, read: Read) -> None:
+    kernel = without_cma(tmp_path)
+    seen = read(kernel, closed=("kcore",))
+    assert now(seen, 64 * BLOCK, 5, 0) == [MOVABLE_ZONE, ORDINARY, ABSENT]
+    kernel.zones[1].spanned //= 2
+    (tmp_path / "zoneinfo").write_text(kernel.zoneinfo())
+    assert now(seen, 64 * BLOCK, 5, 0) == [UNKNOWN, UNKNOWN, ABSENT]
 
 
 @pytest.mark.parametrize("shift", [0, 3, 6, 10])

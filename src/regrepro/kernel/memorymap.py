@@ -35,6 +35,7 @@ from regrepro.kernel.pageblocks import (
     read_layout,
     read_pagetypeinfo,
     read_sections,
+    read_sections_of,
 )
 from regrepro.kernel.zones import CmaArea, Zone
 
@@ -50,6 +51,8 @@ PLACE_NAMES = {
 UNPINNABLE = (CMA, ISOLATE, MOVABLE_ZONE)
 
 MEMORY_BLOCKS = Path("/sys/devices/system/memory")
+
+_RENEWALS = 8  # of the map in one process: each reads /proc/pagetypeinfo
 
 _ATTEMPTS = 4  # of the self-check: Isolate comes and goes while the kernel allocates out of CMA
 
@@ -70,6 +73,20 @@ _NO_RANGES = _Ranges(
     np.empty(0, dtype=np.uint8),
     np.empty(0, dtype=np.int32),
 )
+
+
+@dataclass
+class Located:
+    """Where pages lie at one moment: place (a code of PLACE_NAMES) and node (-1: not known) of each.
+
+    `sections` are those that hold them, as they were read for it; None where kcore is closed.
+    `problem` says why places are UNKNOWN, if the kernel's structures could not be read.
+    """
+
+    place: NDArray[np.uint8]
+    node: NDArray[np.int32]
+    sections: Sections | None = None
+    problem: str = ""
 
 
 @dataclass
@@ -95,6 +112,91 @@ class MemoryMap:
     problems: list[str]
     sections: Sections | None = field(default=None, repr=False)  # for struct page; None where kcore is closed
     _ranges: _Ranges | None = field(default=None, repr=False)
+    _page_zones: PageZones | None = field(default=None, repr=False)
+    _renewals: int = field(default=0, repr=False)
+
+    def places_now(self, pfns: NDArray[np.uint64], kcore: Kcore | None = None) -> NDArray[np.uint8]:
+        """Return the place of each PFN at this moment, read from the kernel again (see `locate_now`)."""
+        return self.locate_now(pfns, kcore).place
+
+    def locate_now(self, pfns: NDArray[np.uint64], kcore: Kcore | None = None) -> Located:
+        """Return where each PFN lies at this moment; `kcore` is an open one, if there is.
+
+        The bits of these pages' pageblocks and the zone of a page in each are read from kernel memory, by
+        the layout whose self-check held when the map was drawn. Where a page lies in a zone or a section that
+        the map does not show there (a memory block changed meanwhile), the map is read again first, with its
+        self-check. What cannot be read, or not be checked, is UNKNOWN.
+
+        Without the bitmap the map's zones answer as long as /proc/zoneinfo shows the same ones; it does not
+        see a pageblock that is isolated later.
+        """
+        if self.sections is None or self._page_zones is None:
+            place, node = self.locate(pfns)
+            if self.zones_changed() is not False:
+                place[place != ABSENT] = UNKNOWN
+                return Located(place, node, problem="memory zones changed since the map was read")
+            return Located(place, node)
+        try:
+            if kcore is None:
+                with Kcore() as own:
+                    return self._locate_now(pfns, own)
+            return self._locate_now(pfns, kcore)
+        except (OSError, KcoreError, IndexError, ValueError) as error:
+            why = error.strerror if isinstance(error, OSError) else str(error)
+            return _nowhere(pfns, f"the pageblocks of these pages could not be read again: {why}")
+
+    def _locate_now(self, pfns: NDArray[np.uint64], kcore: Kcore) -> Located:
+        assert self.sections is not None and self._page_zones is not None
+        layout = self.sections.layout
+        # A run of neighbours in one pageblock is looked at once, by one of its pages.
+        run = runs(pfns >> np.uint64(layout.pageblock_order))
+        blocks, first, of_block = np.unique(run[:, 2], return_index=True, return_inverse=True)
+        sample = pfns[run[first, 0]]
+        numbers = np.unique(
+            blocks.astype(np.uint64) >> np.uint64(layout.section_shift - layout.pageblock_order)
+        )
+        sections = read_sections_of(kcore, layout, numbers)
+        place, node = _place_of(sample, sections, self._page_zones.over(kcore, sections))
+        if (place[sample != 0] == UNKNOWN).any():
+            kcore.refresh()  # its program headers follow memory that was plugged since it was opened
+            sections = read_sections_of(kcore, layout, numbers)
+            place, node = _place_of(sample, sections, self._page_zones.over(kcore, sections))
+        drawn = self.locate(sample)[0]
+        strange = (place != UNKNOWN) & (
+            (drawn == UNKNOWN) | ((drawn == MOVABLE_ZONE) != (place == MOVABLE_ZONE))
+        )
+        strange &= sample != 0
+        problem = ""
+        if strange.any() and not self._renew_around(sample[strange], place[strange]):
+            place[strange] = UNKNOWN
+            problem = "memory zones changed, and the pageblock bitmap could not be checked again"
+        of_page = of_block.reshape(-1)
+        places = np.repeat(place[of_page], run[:, 1])
+        places[pfns == 0] = ABSENT
+        return Located(places, np.repeat(node[of_page], run[:, 1]), sections, problem)
+
+    def _renew_around(self, pfns: NDArray[np.uint64], places: NDArray[np.uint8]) -> bool:
+        """Read the map again, since it does not show these pages where they are. Whether the new one does."""
+        if self._renewals >= _RENEWALS or not self.renew():
+            return False
+        drawn = self.locate(pfns)[0]
+        return bool((((drawn == MOVABLE_ZONE) == (places == MOVABLE_ZONE)) & (drawn != UNKNOWN)).all())
+
+    def renew(self) -> bool:
+        """Read the whole map again, in place: who holds it has the new one. Whether its self-check held."""
+        renewals = self._renewals + 1
+        self.__dict__.update(read_memory_map().__dict__)
+        self._renewals = renewals
+        return self.sections is not None
+
+    def zones_changed(self) -> bool | None:
+        """Whether /proc/zoneinfo shows other zones than when the map was read; None where it cannot be
+        read. Changes that were undone in between are not seen.
+        """
+        try:
+            return zones.layout_of(zones.read_zones()) != zones.layout_of(self.zones)
+        except OSError:
+            return None
 
     def locate(self, pfns: NDArray[np.uint64]) -> tuple[NDArray[np.uint8], NDArray[np.int32]]:
         """Return place (a code of PLACE_NAMES) and NUMA node (-1: not known) of each PFN; PFN 0 is ABSENT."""
@@ -370,13 +472,7 @@ class _Builder:
         types = sections.types.reshape(-1)[inside_zone]
         movable = np.array([zone.name == "Movable" for zone in populated])
         node_of_zone = np.array([zone.node for zone in populated], dtype=np.int32)
-        code = np.where(movable[zone_of], MOVABLE_ZONE, ORDINARY).astype(np.uint8)
-        if layout.cma is not None:
-            # Without CONFIG_CMA an isolated block may be pinned: folio_is_longterm_pinnable(),
-            # include/linux/mm.h.
-            code[types == layout.cma] = CMA
-            if layout.isolate is not None:
-                code[types == layout.isolate] = ISOLATE
+        code = _codes(layout, types, movable[zone_of])
         self.ranges = _merge(first, first + size, code, node_of_zone[zone_of])
 
     def _draw_from_zones(self) -> None:
@@ -498,6 +594,7 @@ class _Builder:
             problems=self.problems,
             sections=self.sections,
             _ranges=ranges,
+            _page_zones=self.page_zones,
         )
 
     def _some_unpinnable(self) -> bool:
@@ -522,6 +619,40 @@ class _Builder:
                     if part[0] < part[1]
                 ]
         return left
+
+
+def _codes(layout: BitmapLayout, types: NDArray[np.uint8], movable: NDArray[Any]) -> NDArray[np.uint8]:
+    """Return the place of pageblocks by migratetype and whether they lie in ZONE_MOVABLE."""
+    code = np.where(movable, MOVABLE_ZONE, ORDINARY).astype(np.uint8)
+    if layout.cma is not None:
+        # Without CONFIG_CMA an isolated block may be pinned: folio_is_longterm_pinnable(),
+        # include/linux/mm.h.
+        code[types == layout.cma] = CMA
+        if layout.isolate is not None:
+            code[types == layout.isolate] = ISOLATE
+    return code
+
+
+def _place_of(
+    pfns: NDArray[np.uint64], sections: Sections, page_zones: PageZones
+) -> tuple[NDArray[np.uint8], NDArray[np.int32]]:
+    """Return place and node of each PFN by its pageblock's bits and its own flags; UNKNOWN where it has no
+    online struct page, lies in no zone of pages (ZONE_DEVICE), or shows an impossible value.
+    """
+    layout = sections.layout
+    rows = sections.row_of(pfns)
+    online = sections.online(pfns, rows)
+    types = sections.types_of(pfns, rows)
+    number, node = page_zones.of(pfns)
+    known = [i for i, name in enumerate(layout.zone_names) if name != "Device"]
+    code = _codes(layout, types, np.isin(number, [i for i in known if layout.zone_names[i] == "Movable"]))
+    certain = online & np.isin(number, known) & (types < layout.types)
+    return np.where(certain, code, np.uint8(UNKNOWN)), np.where(certain, node, -1).astype(np.int32)
+
+
+def _nowhere(pfns: NDArray[np.uint64], problem: str) -> Located:
+    place = np.where(pfns == 0, np.uint8(ABSENT), np.uint8(UNKNOWN))
+    return Located(place, np.full(len(pfns), -1, dtype=np.int32), None, problem)
 
 
 def _root_hint(error: OSError) -> str:

@@ -9,6 +9,7 @@ before `compare()` has held the same walk as `pagetypeinfo_showblockcount_print(
 
 from __future__ import annotations
 
+import copy
 import platform
 import re
 from dataclasses import dataclass
@@ -291,7 +292,34 @@ class Sections:
 def read_sections(kcore: Kcore, layout: BitmapLayout, end_pfn: int) -> Sections:
     """Read every online section below `end_pfn` and its bitmap. Raises KcoreError, OSError."""
     count = -(-end_pfn // (1 << layout.section_shift))
-    raw, numbers = _read_section_structs(kcore, layout, count)
+    return _sections_of(kcore, layout, *_read_section_structs(kcore, layout, count))
+
+
+def read_sections_of(kcore: Kcore, layout: BitmapLayout, numbers: NDArray[np.uint64]) -> Sections:
+    """Read of these sections (numbers ascending) the ones that are online, and their bitmaps, as they are
+    now. Raises KcoreError, OSError.
+
+    Root, section and usage are followed anew: memory that is hot-plugged brings new ones
+    (sparse_add_section(), mm/sparse.c), and SECTION_IS_ONLINE follows every memory block
+    (offline_mem_sections()).
+    """
+    size, per_root = layout.section_size, np.uint64(layout.sections_per_root)
+    if layout.extreme:
+        words, ok = kcore.gather(np.uint64(layout.root) + numbers // per_root * np.uint64(8), 8)
+        roots = words.view(np.uint64).reshape(-1)
+        there = ok & (roots != 0)
+        numbers, roots = numbers[there], roots[there]
+        addresses = roots + numbers % per_root * np.uint64(size)
+    else:
+        addresses = np.uint64(layout.root) + numbers * np.uint64(size)
+    raw, ok = kcore.gather(addresses, size)
+    return _sections_of(kcore, layout, np.ascontiguousarray(raw[ok]), numbers[ok])
+
+
+def _sections_of(
+    kcore: Kcore, layout: BitmapLayout, raw: NDArray[np.uint8], numbers: NDArray[np.uint64]
+) -> Sections:
+    """Decode `struct mem_section` (n, size) and read the bitmaps that they lead to."""
     words = raw.view(np.uint64)
     maps = words[:, layout.map_offset // 8]
     usages = words[:, layout.usage_offset // 8]
@@ -370,9 +398,17 @@ class PageZones:
             raise KcoreError("the zone field of page->flags could not be found")
         self.nodes_width = best[1]
 
+    def over(self, kcore: Kcore, sections: Sections) -> PageZones:
+        """Return the same fields, read through another handle and by sections as they are now."""
+        twin = copy.copy(self)
+        twin._kcore, twin._sections = kcore, sections
+        return twin
+
     def _flags(self, pfns: NDArray[np.uint64]) -> tuple[NDArray[np.uint64], NDArray[Any]]:
         layout = self._sections.layout.pages
         rows = self._sections.row_of(pfns)
+        if not len(self._sections.numbers):
+            return np.zeros(len(pfns), dtype=np.uint64), np.zeros(len(pfns), dtype=bool)
         addresses = self._sections.coded_maps[rows] + pfns * np.uint64(layout.page_struct_size)
         raw, ok = self._kcore.gather(addresses + np.uint64(layout.flags), 8)
         return raw.view(np.uint64).reshape(-1), ok & (rows >= 0)

@@ -98,6 +98,15 @@ def read_zones() -> list[Zone]:
     return parse_zoneinfo(ZONEINFO.read_text())
 
 
+def layout_of(zones: Iterable[Zone]) -> set[tuple[int, str, int | None, int, int]]:
+    """Return what memory hotplug changes: node, name, first PFN, spanned and present pages of each populated
+    zone.
+    """
+    return {
+        (zone.node, zone.name, zone.start_pfn, zone.spanned, zone.present) for zone in zones if zone.populated
+    }
+
+
 def parse_meminfo(text: str) -> dict[str, int]:
     """Parse /proc/meminfo: bytes by name (plain numbers for the lines without a unit)."""
     values = {}
