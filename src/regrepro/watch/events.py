@@ -18,6 +18,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from regrepro.errors import errno_name
 from regrepro.watch.process import comm_of, kernel_boottime
 from regrepro.watch.program import REQUESTS, VERBS, attribute_index
@@ -193,7 +196,9 @@ class Ended:
 
 @dataclass
 class PlainPin:
-    """A pin without FOLL_LONGTERM by somebody else's driver."""
+    """A pin without FOLL_LONGTERM by somebody else's driver. `frames`: PFNs of its pages when it was told, 0
+    where there was none; None where they were not read.
+    """
 
     ns: int
     tid: int
@@ -203,6 +208,7 @@ class PlainPin:
     pages: int
     flags: int
     stack: list[str]
+    frames: NDArray[np.int64] | None = None
 
 
 @dataclass
