@@ -1,10 +1,10 @@
 """`regrepro watch` against a real kernel. Run as root in a lab guest; prints TAP.
 
 `python tests/lab/guest_watch.py [--expect-refusal yes|no] [--engine bpf|bpftrace|kprobes] [--rates N,N]
-[--keep DIR] [--only held]`: with `yes` (the default) the kernel must refuse to register pages that are pinned in unpinnable
-memory; the guest needs such memory that anonymous memory lands in (`movablecore=512M`). The engine is `bpf`
-unless another is named; `kprobes` is bpftrace without trampolines. `--rates` are failures a second. Exit code
-0 when every line is `ok`, else 1.
+[--keep DIR] [--only held]`: with `yes` (the default) the kernel must refuse to register pages that are pinned
+in unpinnable memory; the guest needs such memory that anonymous memory lands in (`movablecore=512M`). The
+engine is `bpf` unless another is named; `kprobes` is bpftrace without trampolines. `--rates` are failures a
+second. Exit code 0 when every line is `ok`, else 1.
 """
 
 from __future__ import annotations
