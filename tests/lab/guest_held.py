@@ -22,6 +22,7 @@ from guest_tap import check
 
 from regrepro.core import memory, pins, verbs
 from regrepro.core.pages import read_pfns
+from regrepro.kernel.memorymap import ISOLATE, read_memory_map
 from regrepro.record import read_record
 
 PAGE = memory.PAGE_SIZE
@@ -264,8 +265,14 @@ def isolated(watcher: Watcher, device: str) -> None:
             block = BLOCKS / f"memory{int(read_pfns(buffer.address, 1)[0]) * PAGE // size}"
             # It goes on until it is told to stop, as these pages do not move (offline_pages(),
             # mm/memory_hotplug.c).
-            offline = subprocess.Popen(["sh", "-c", f"echo offline > {block}/state"])
-            time.sleep(2)
+            offline = subprocess.Popen(
+                ["sh", "-c", f"while :; do echo offline > {block}/state; done"], stderr=subprocess.DEVNULL
+            )
+            deadline = time.monotonic() + 15
+            places = read_memory_map()
+            while has_isolated_places() and time.monotonic() < deadline:
+                if (places.places_now(read_pfns(buffer.address, 8)) == ISOLATE).all():
+                    break
             why = register(pd, buffer)
             time.sleep(2)
             offline.kill()
