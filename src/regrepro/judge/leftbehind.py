@@ -173,9 +173,9 @@ def _slack(words: str | None) -> int:
     """How many references of a small page per-CPU batches may hold (mm/swap.c).
 
     A page that is put back after a migration waits in a batch, with one reference, until it is on a list:
-    PG_lru tells. Another waits in mlock's (mm/mlock.c). A page that is on a list and not yet PG_active may
-    wait in `folio_activate`'s, into which get_user_pages itself puts pages that were referenced before; of
-    pages on a list these are the only ones that nobody asked for.
+    PG_lru tells. Another waits in mlock's (mm/mlock.c). A page on a list may wait to be activated, too, which
+    no flag tells; but whoever unmaps or exits on that CPU drains its batches (`lru_add_drain`), and half a
+    minute is long for that.
     """
     if words is None:
         return 2

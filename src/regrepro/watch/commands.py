@@ -91,7 +91,7 @@ def _size(_ctx: click.Context, _param: click.Parameter, value: str) -> int:
     metavar="SIZE",
     help="All run directories together; the oldest give way.",
 )
-@click.option("--failures", type=click.IntRange(min=1), metavar="N", help="Stop after N failures.")
+@click.option("--failures", type=click.IntRange(min=1), metavar="N", help="Stop after N failures, once none of them waits for later looks.")
 @click.option(
     "--duration", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS", help="Stop after so long."
 )
