@@ -653,7 +653,8 @@ def main() -> int:
         "bpftrace": ["--engine", "bpftrace"],
         "kprobes": ["--no-trampolines"],
     }
-    arguments = ["--pins", "all", *engine[given.engine]]
+    pinned = "unpins" if given.engine == "bpf" else "all"
+    arguments = ["--pins", pinned, *engine[given.engine]]
     programs = guest_bpf.programs()
     watcher = Watcher(
         scratch / "watch", *arguments, "--metrics", str(metrics), "--registrations", "--each", "20"

@@ -1549,6 +1549,7 @@ class Node:
         self.trace = observer().trace
         self.remembered: list[Any] = []
         self.remember = self.remembered.append
+        self.unpinned = lambda _pid, _ns, _page: None
 
     def as_record(self) -> dict[str, Any]:
         return {

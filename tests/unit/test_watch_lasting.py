@@ -379,6 +379,29 @@ def test_a_pin_from_before_the_process_started_is_of_another(remembering: Any) -
     assert remembering(plain(5, start=ADDRESS + (1 << 20))) == []
 
 
+def test_a_pin_has_ended_whose_unpin_was_seen(remembering: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = observer()
+    monkeypatch.setattr(made, "_pfn_of", lambda page: page // 64, raising=False)
+    made._pins = {}
+    first, second, other = (
+        plain(number, stack=[], frames=np.arange(frame, frame + 8))
+        for number, frame in ((1, 100), (5, 100), (6, 200))
+    )
+    made._pins[6] = evidence.deque([first, second, other])
+    made.unpinned(7, 10, 64 * 100)  # another process
+    made.unpinned(6, 10, 64 * 99)
+    assert not any(pin.ended for pin in (first, second, other))
+    made.unpinned(6, 10, 64 * 103)
+    made.unpinned(6, 3, 64 * 203)  # before it was pinned
+    assert [pin.ended for pin in (first, second, other)] == [False, True, False]
+    made.unpinned(6, 11, 64 * 100)
+    assert [pin.ended for pin in (first, second, other)] == [True, True, False]
+    monkeypatch.setattr(process, "PROC", Path("/nowhere"))
+    failure = Failure(6, 6, "app", 1000)
+    found = [(pin.ns, is_held) for pin, is_held in made._pins_on(failure, ADDRESS, 8 * PAGE_SIZE)]
+    assert found == [(1, False), (5, False), (6, None)]
+
+
 def test_few_pins_are_remembered_with_their_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(evidence, "time", SimpleNamespace(monotonic=lambda: now[0]))

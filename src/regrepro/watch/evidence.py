@@ -138,6 +138,14 @@ class Observer:
         if len(self._framed) > _FRAMES_KEPT:
             self._framed.popleft().frames = None
 
+    def unpinned(self, pid: int, ns: int, page: int) -> None:
+        """Keep that a process unpinned pages, `page` first (its struct): its last pin of that has ended."""
+        pfn = self._pfn_of(page) if pid in self._pins else None
+        for pin in reversed(self._pins[pid]) if pfn is not None else ():
+            if pin.frames is not None and pin.ns < ns and not pin.ended and pfn in pin.frames:
+                pin.ended = True
+                return
+
     def meet(self, pid: int) -> None:
         """Keep what a process that opens an RDMA device is, for the case that it dies with its failure."""
         if len(self._met) > _MET_KEPT:
@@ -293,19 +301,10 @@ class Observer:
 
     def _stuck(self, pages: Sequence[StuckPage]) -> Iterator[dict[str, Any]]:
         """Yield the pages that migrate_pages left behind, with their PFNs and where they lie now."""
-        sections = self.memory_map.sections
-        if sections is None or not len(sections.coded_maps):
-            return
-        size = sections.layout.pages.page_struct_size
-        maps = np.unique(sections.coded_maps)
         found: list[tuple[int, StuckPage]] = []
         for page in pages:
-            # With SPARSEMEM_VMEMMAP one base serves all sections (include/asm-generic/memory_model.h).
-            if len(maps) == 1:
-                pfn, rest = divmod((page.address - int(maps[0])) & (1 << 64) - 1, size)
-            else:
-                pfn, rest = self._in_sections(page.address, size)
-            if not rest and pfn < 1 << 40:
+            pfn = self._pfn_of(page.address)
+            if pfn is not None:
                 found.append((pfn, page))
         pfns = np.array([pfn for pfn, _ in found], dtype=np.uint64)
         large = _large(pfns)
@@ -318,6 +317,20 @@ class Observer:
                 "flags": page.flags & 0xFFFFFFFF,
                 **({"pincount": page.pincount} if whole else {}),
             }
+
+    def _pfn_of(self, address: int) -> int | None:
+        """Return the PFN of a struct page, None where that is not known."""
+        sections = self.memory_map.sections
+        if sections is None or not len(sections.coded_maps):
+            return None
+        size = sections.layout.pages.page_struct_size
+        # With SPARSEMEM_VMEMMAP one base serves all sections (include/asm-generic/memory_model.h).
+        first = int(sections.coded_maps[0])
+        if (sections.coded_maps == sections.coded_maps[0]).all():
+            pfn, rest = divmod((address - first) & (1 << 64) - 1, size)
+        else:
+            pfn, rest = self._in_sections(address, size)
+        return pfn if not rest and pfn < 1 << 40 else None
 
     def _in_sections(self, address: int, size: int) -> tuple[int, int]:
         sections = self.memory_map.sections
@@ -342,7 +355,8 @@ class Observer:
         for pin in pins:
             start = pin.start // PAGE_SIZE * PAGE_SIZE
             if start < end and start + pin.pages * PAGE_SIZE > first:
-                yield pin, _is_held(pin) if last[pin.tid] is pin else _ended(pin)
+                held = _is_held(pin) if last[pin.tid] is pin else _ended(pin)
+                yield pin, False if pin.ended else held
 
     def _told_pin(self, pin: PlainPin, held: bool | None, failure: Failure) -> dict[str, Any]:
         return {

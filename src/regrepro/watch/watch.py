@@ -73,6 +73,7 @@ PINS: dict[str, tuple[str, ...]] = {
     "off": (),
     "driver": ("pin_user_pages",),
     "all": ("pin_user_pages", "pin_user_pages_remote"),
+    "unpins": ("pin_user_pages", "pin_user_pages_remote"),
 }
 
 
@@ -281,6 +282,7 @@ class Watch:
             self._layout,
             plain_pins=PINS[self.options.pins],
             longterm=self._flags.values.get("FOLL_LONGTERM", 0),
+            unpins=self.options.pins == "unpins",
             account=self._account if self.options.registrations else None,
         )
         try:
@@ -347,11 +349,16 @@ class Watch:
         correlator.on_open = self._opened
         correlator.device_is_gone = devices_are_gone
         correlator.on_pin = self._observer.remember
+        correlator.on_unpin = self._observer.unpinned
         return correlator
 
     def _launch(self) -> Engine:
         assert self._bpftrace is not None
         path, version = self._bpftrace
+        if self.options.pins == "unpins":
+            self._functions.missing |= {
+                item.name: "bpftrace follows no unpins" for item in self._functions.unpins
+            }
         program = make_program(
             self._functions,
             self._copies.libraries(),
