@@ -101,6 +101,15 @@ def test_the_one_reference_of_a_batch_is_told_apart(refcount: int, words: str, s
     assert ("per-CPU LRU batch" in verdict["reason"]) == (state_then == "likely")
 
 
+def test_other_references_than_before_are_another_holders() -> None:
+    looks = [later(after, refcount) for after, refcount in zip(LOOKS, (2, 2, 4, 2), strict=True)]
+    verdict = got(looks=looks)
+    assert verdict["class"]["state"] == "likely" and "not the same at each look" in verdict["reason"]
+    # A batch may have had one of those.
+    looks = [later(1.0, 3, ""), *lasting(2)[1:]]
+    assert got(looks=looks)["class"]["state"] == "proven"
+
+
 def test_what_kpageflags_does_not_say_may_be_a_batch() -> None:
     looks = [{**look, "lists": None} for look in lasting(2)]
     assert got(looks=looks)["class"]["state"] == "likely"
@@ -196,6 +205,7 @@ OF_VM = {"fn": "pin_user_pages_remote", "modules": [], "held": True}
         ([pin(), pin(**{**OF_VM, "held": False})], "cuda"),
         ([pin(), pin(**OF_VM)], "unknown"),
         ([pin(flags=["FOLL_WRITE", "FOLL_LONGTERM"])], "unknown"),
+        ([pin(held=False)], "unknown"),  # its unpin was seen
         ([pin(pfn=[[0, 9000, 8]])], "unknown"),  # of what lay there before
         ([pin(nr_pages=7, pfn=None)], "unknown"),
         ([pin(start=ADDRESS + 4096, pfn=None)], "unknown"),
