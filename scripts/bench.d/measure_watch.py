@@ -27,14 +27,14 @@ READY_SECONDS, IDLE_SECONDS, IDLE_STARTS = 180.0, 10.0, 3
 class Watching:
     """A running watch, ready. `engine`: what is to follow the kernel. `ready`: seconds that it took."""
 
-    def __init__(self, out: Path, engine: str) -> None:
+    def __init__(self, out: Path, engine: str, *more: str) -> None:
         begin = time.monotonic()
         self._log = out.with_suffix(".log")
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "regrepro", "watch", "--quiet"),
-                    *("--out", str(out), "--engine", engine),
+                    *("--out", str(out), "--engine", engine, *more),
                 ],
                 stdin=subprocess.DEVNULL,
                 stderr=log,

@@ -355,6 +355,38 @@ def test_others_are_followed_by_kprobes_where_no_trampoline_is_to_be_had(
     made.stop()
 
 
+def with_unpins() -> Functions:
+    functions = deepcopy(FUNCTIONS)
+    names = ["unpin_user_page", "unpin_user_pages"]
+    functions.unpins = [Function(name, "", ("page", "npages"), type_id=20) for name in names]
+    return functions
+
+
+def test_unpins_are_not_followed_where_nobody_asks(kernel: Kernel, told: Told) -> None:
+    made = engine(told, with_unpins(), plain_pins=["pin_user_pages"], longterm=0x100)
+    assert not any("unpin" in on for on in kernel.attached)
+    made.stop()
+
+
+@pytest.mark.parametrize("trampolines", [True, False])
+def test_unpins_are_followed_where_they_are_asked_for(kernel: Kernel, told: Told, trampolines: bool) -> None:
+    functions = with_unpins()
+    if not trampolines:
+        kernel.refuse_attaching = lambda on: errno.EINVAL if on.startswith("fentry unpin") else 0
+    unpinned: list[tuple[int, int]] = []
+    told.correlator.on_unpin = lambda pid, _ns, page: unpinned.append((pid, page))
+    made = engine(told, functions, plain_pins=["pin_user_pages"], longterm=0x100, unpins=True)
+    how = "fentry" if trampolines else "kprobe"
+    kernel.machine.kernel.put_word(HEAD, PAGE_AT)
+    kernel.run(f"{how} unpin_user_page", PAGE_AT, 1)
+    kernel.run("fexit pin_user_pages", 0x1000, 8, 0x41, 0, ret=8)
+    kernel.run(f"{how} unpin_user_page", PAGE_AT, 1)
+    kernel.run(f"{how} unpin_user_pages", HEAD, 8)
+    made.take(LATER)
+    assert unpinned == [(kernel.machine.pid, PAGE_AT)] * 2 and len(told.pins) == 1
+    made.stop()
+
+
 def test_pins_of_others_are_followed_by_kprobes_too(kernel: Kernel, told: Told) -> None:
     names = ["pin_user_pages", "pin_user_pages_remote"]
     refused = [f"fexit {name}" for name in names]

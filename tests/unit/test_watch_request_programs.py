@@ -759,6 +759,23 @@ def test_what_another_cpu_counted_first_is_added_to() -> None:
     assert uncounted(made) == 0
 
 
+@pytest.mark.parametrize("many", [False, True])
+def test_an_unpin_is_told_by_its_first_page_where_the_process_made_a_plain_pin(many: bool) -> None:
+    made = machine()
+    maps = replace(MAPS, pinners=12)
+    made.maps[maps.pinners] = Map(4, 8)
+    pinned = programs.plain_pin(maps, programs.by_trampoline(4), NUMBER, 0, 0x100)
+    unpin = programs.unpin(maps, programs.by_trampoline(2), NUMBER, many=many)
+    made.kernel.put_word(HEAD, BUNDLE)
+    given = context(HEAD if many else BUNDLE, 8, ret=0)
+    made.run(unpin, given)
+    assert not made.records and made.ran <= 12  # O_DIRECT of everybody comes by here
+    made.run(pinned, context(0x1000, 8, word(0x41), 0, ret=8))
+    made.records.clear()
+    made.run(unpin, given)
+    assert told(made) == [BUNDLE]
+
+
 # A ring that is full
 
 
@@ -808,7 +825,7 @@ def kernel_maps() -> Iterator[Maps]:
                 (bpf.MAP_HASH, SIZE_KEY.size, 8),
             ):
                 fds.append(bpf.open_map(kind, "test", key_size=key, value_size=value, entries=16))
-            yield Maps(ring.fd, counter.fd, *fds, uncounted.fd)
+            yield Maps(ring.fd, counter.fd, *fds, uncounted.fd, fds[0])
             counter.close()
             uncounted.close()
     except OSError as error:
@@ -854,6 +871,8 @@ def trampolines(maps: Maps) -> Iterator[tuple[str, Callable[[Context], bytes]]]:
     yield "pin_user_pages_fast", lambda c: programs.pin(maps, c, NUMBER)
     yield "pin_user_pages_fast", lambda c: programs.plain_pin(maps, c, NUMBER, 0, 256)
     yield "pin_user_pages_remote", lambda c: programs.plain_pin(maps, c, NUMBER, 1, 256)
+    yield "unpin_user_page", lambda c: programs.unpin(maps, c, NUMBER, many=False)
+    yield "unpin_user_pages", lambda c: programs.unpin(maps, c, NUMBER, many=True)
     yield "migrate_pages", lambda c: programs.migration(maps, c, NUMBER, PAGE, (8, 9))
     yield "migrate_pages", lambda c: programs.migration(maps, c, NUMBER, replace(PAGE, lru=0), ())
     yield "migrate_pages", lambda c: programs.failed(maps, c, NUMBER, Returns.INT, never=11)

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
-from regrepro.judge.pagestate import PageState, StateReader, whole_number
-from regrepro.judge.spans import Spans
+from regrepro.judge.pagestate import PageState, StateReader, value_runs, whole_number
+from regrepro.judge.spans import Run, Spans
 from regrepro.judge.tracefacts import Trace, read_trace
 
 
@@ -114,6 +114,21 @@ class Registration:
 
 
 @dataclass
+class Look:
+    """A later look of `watch` at the pages among which those are that a failed migration left behind.
+
+    `first`: the buffer's page that the state begins with. `lists`: runs of words of /proc/kpageflags, None
+    where it was not read. `ended`: why nothing further was to be seen, "" where there is more or it was seen.
+    """
+
+    after: float | None
+    first: int
+    state: PageState | None
+    lists: list[Run[str]] | None
+    ended: str
+
+
+@dataclass
 class Buffer:
     """A buffer. `place` is what was asked, `placed` how it was got."""
 
@@ -183,6 +198,7 @@ class Pass:
     notes: list[Mapping[str, Any]] = field(default_factory=list)
     memory_map: MemoryMap | None = None  # the last one before it began
     map_check: MapCheck | None = None
+    looks: list[Look] = field(default_factory=list)
     unmet: Mapping[str, Any] | None = None
     exception: Mapping[str, Any] | None = None
     end: Mapping[str, Any] | None = None
@@ -366,6 +382,7 @@ KNOWN = frozenset(
         "step",
         "exception",
         "scenario-end",
+        "look",
         "lab",
         "run-end",
     }
@@ -536,6 +553,8 @@ def _of_a_pass(current: Pass, facts: Facts, kind: str, seq: int, event: Mapping[
         current.steps.append(event)
     elif kind == "note":
         current.notes.append(event)
+    elif kind == "look":
+        _look(current, facts, seq, event)
 
 
 def _buffer(current: Pass, facts: Facts, seq: int, event: Mapping[str, Any]) -> None:
@@ -688,6 +707,19 @@ def _mappings(event: Mapping[str, Any]) -> tuple[str, ...] | None:
     if isinstance(told, list):
         return tuple(item for item in told if isinstance(item, str))
     return (line,) if isinstance(line, str) else None
+
+
+def _look(current: Pass, facts: Facts, seq: int, event: Mapping[str, Any]) -> None:
+    after, address = event.get("after_seconds"), whole_number(event.get("address"))
+    buffer = next(iter(current.buffers.values()), None)
+    first, state, lists = 0, None, None
+    if event.get("pages") is not None:
+        if buffer is None or address is None or type(after) not in (int, float):
+            raise _Malformed("it says nothing of when or of which pages it was")
+        first = (address - buffer.address // buffer.page_size * buffer.page_size) // buffer.page_size
+        state = facts.read_state(event["pages"], f"look (seq {seq})", current.problems)
+        lists = value_runs(event.get("lists"), state.pages, str) if state is not None else None
+    current.looks.append(Look(after, first, state, lists, _text(event.get("ended"))))
 
 
 def _release(current: Pass, facts: Facts, seq: int, event: Mapping[str, Any]) -> None:

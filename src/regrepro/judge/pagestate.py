@@ -197,7 +197,7 @@ def read_page_state(value: object, what: str, problems: list[str]) -> PageState 
         how=value["how"] if isinstance(value.get("how"), str) else "observed",
         source=value["source"] if isinstance(value.get("source"), str) else "",
     )
-    place = _value_runs(value.get("place"), pages, str)
+    place = value_runs(value.get("place"), pages, str)
     if place is None:
         problems.append(f"{what} has malformed places")
     else:
@@ -205,13 +205,13 @@ def read_page_state(value: object, what: str, problems: list[str]) -> PageState 
     for count_name in ("refcount", "pincount", "mapcount", "baseline", "node"):
         if value.get(count_name) is None:
             continue
-        runs = _value_runs(value[count_name], pages, int)
+        runs = value_runs(value[count_name], pages, int)
         if runs is None:
             problems.append(f"{what} has a malformed {count_name}")
         else:
             state.counts[count_name] = [(first, end, int(number)) for first, end, number in runs]
     if value.get("traits") is not None:
-        traits = _value_runs(value["traits"], pages, str)
+        traits = value_runs(value["traits"], pages, str)
         if traits is None:
             problems.append(f"{what} has malformed traits")
         else:
@@ -222,7 +222,8 @@ def read_page_state(value: object, what: str, problems: list[str]) -> PageState 
     return state
 
 
-def _value_runs(value: Any, pages: int, kind: type) -> list[Run[Any]] | None:
+def value_runs(value: Any, pages: int, kind: type) -> list[Run[Any]] | None:
+    """Read runs `[first, count, value]` as `(first, end, value)`; None where they are malformed."""
     if not isinstance(value, list):
         return None
     runs: list[Run[Any]] = []

@@ -1,7 +1,7 @@
 """The rules for a failure that `watch` caught: a program's own, of which nothing can be tried again.
 
 Without a release and without controls `reproduced` cannot be said. What can: the kernel's path, the pages
-that migrate_pages left behind, where they lay, and what they bore at that moment and a little later.
+that migrate_pages left behind, where they lay, and what they bore at that moment and for half a minute after.
 """
 
 from __future__ import annotations
@@ -10,16 +10,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from regrepro.judge.facts import Facts, Pass, Registration
+from regrepro.judge.facts import Facts, Look, Pass, Registration
 from regrepro.judge.layers import MOVE_REFUSED, Layer, classify
-from regrepro.judge.pagestate import PIN_BIAS, UNPINNABLE, cache_references, whole_number
-from regrepro.judge.rules import CONTRADICTED, MISSING, OK, Check
-from regrepro.judge.spans import Spans
+from regrepro.judge.leftbehind import Excess, LeftBehind, by_page
+from regrepro.judge.pagestate import UNPINNABLE, whole_number
+from regrepro.judge.rules import MISSING, OK, Check
 
 CAUGHT = "caught"
 PROVEN, LIKELY = "proven", "likely"
-_ISOLATED = 1
-"""A page on migrate_pages' list has one reference of its isolation (`folio_isolate_lru`, mm/vmscan.c)."""
+LASTS = 30.0
+"""Seconds that I/O does not last: a block device's request is given up after them (`nvme_io_timeout`,
+drivers/nvme/host/core.c; `SD_TIMEOUT`, drivers/scsi/sd.h).
+"""
+_LOOKS = 3  # at least, and at growing distances
+_TRANSIENT = "a transient is not excluded"
 
 
 @dataclass(frozen=True)
@@ -37,31 +41,26 @@ class Finding:
 def judge_watched(facts: Facts, run: Pass, registration: Registration) -> Finding:
     """Say what a failure that `watch` caught was."""
     what = f"{registration.verb} failed with {registration.errno}"
-    left = _left_behind(registration)
-    if registration.errno != "ENOMEM" or left is None:
+    left = LeftBehind(run, registration)
+    if registration.errno != "ENOMEM" or not left.count:
         layer = classify(facts, run, registration)
         return Finding(layer, "", f"{what} ({layer.name}: {layer.why})", [])
+    owner, holder = _holder(left)
     checks = [
         Check("errno", OK, "the registration failed with ENOMEM"),
-        _trace(registration, left),
-        _placement(run, registration),
-        _references(registration),
-        _lasting(run, registration),
-        _holder(registration),
+        _trace(left),
+        _pages(left),
+        _placement(left),
+        _references(left),
+        _lasting(left),
+        holder,
     ]
-    owner = _owner(registration)
-    contradicted = [check for check in checks if check.state == CONTRADICTED]
-    source = MOVE_REFUSED
-    if contradicted:
-        layer = Layer("page-migration", contradicted[0].text, "observed", source)
-        reason = f"{what}: migrate_pages left {left} behind, but {contradicted[0].text}"
-        return Finding(layer, "", reason, checks)
     missing = [check for check in checks if check.state == MISSING and check.name != "holder"]
     held = "pages in unpinnable memory were held and would not move"
-    layer = Layer("page-migration", held, "observed" if not missing else "inferred", source)
+    layer = Layer("page-migration", held, "inferred" if missing else "observed", MOVE_REFUSED)
     by = f" by {owner}" if owner != "unknown" else " whose holder was not seen"
     if not missing:
-        held = "a pin" if min(_above(registration)) >= PIN_BIAS else "a reference"
+        held = "a pin" if _by_pins(left) else "a reference"
         reason = f"class B, proven: {what} because {held}{by} kept {left} in unpinnable memory from moving"
         return Finding(layer, PROVEN, reason, checks, owner)
     lacks = [check.text for check in missing]
@@ -69,97 +68,133 @@ def judge_watched(facts: Facts, run: Pass, registration: Registration) -> Findin
     return Finding(layer, LIKELY, reason, checks, owner, lacks)
 
 
-def _left_behind(registration: Registration) -> str | None:
-    """How many pages the last migration left behind, None where it did not."""
-    returned = [step.returned for step in registration.trace.migrations if step.returned is not None]
-    if not returned or returned[-1] <= 0:
-        return None
-    return "1 page" if returned[-1] == 1 else f"{returned[-1]} pages"
-
-
-def _trace(registration: Registration, left: str) -> Check:
+def _trace(left: LeftBehind) -> Check:
     """`migrate_pages` returns how many pages would not move (mm/migrate.c)."""
-    trace = registration.trace
+    trace = left.registration.trace
     if not trace.complete:
         return Check("trace", MISSING, f"the trace is {trace.status}: {trace.why or 'no reason recorded'}")
     return Check("trace", OK, f"migrate_pages left {left} behind in a request for long-term pins")
 
 
-def _stuck(registration: Registration) -> list[Mapping[str, Any]]:
-    pages = registration.watched.get("stuck")
-    return [page for page in pages if isinstance(page, Mapping)] if isinstance(pages, list) else []
+def _pages(left: LeftBehind) -> Check:
+    """The frames are known that were left behind, all of them."""
+    doubt = left.doubt()
+    if doubt:
+        return Check("pages", MISSING, doubt)
+    return Check("pages", OK, f"the frames of all {left.count} are known")
 
 
-def _placement(run: Pass, registration: Registration) -> Check:
-    """Pages that were left behind lay in a CMA or isolated pageblock or in ZONE_MOVABLE
-    (`folio_is_longterm_pinnable`, include/linux/mm.h).
+def _placement(left: LeftBehind) -> Check:
+    """Pages that were left behind lay in a CMA pageblock or in ZONE_MOVABLE (`folio_is_longterm_pinnable`,
+    include/linux/mm.h).
+
+    An isolated pageblock is unpinnable, too, but only for as long as its memory is taken offline or allocated
+    (`start_isolate_page_range`, mm/page_isolation.c). The kernel asked for this migration because they lay in
+    unpinnable memory: where they do no longer, that has changed since.
     """
-    name = "placement"
-    places = [page.get("place") for page in _stuck(registration)]
-    known = [place for place in places if place not in (None, "unknown")]
-    if known and all(place in UNPINNABLE for place in known):
-        return Check(name, OK, f"the pages left behind lay in {', '.join(sorted(set(map(str, known))))}")
-    if known:
-        return Check(name, CONTRADICTED, "a page that was left behind lay in ordinary memory")
-    state = registration.before
+    name, state = "placement", left.registration.before
+    places = {str(page.get("place")) for page in left.told if page.get("place") not in (None, "unknown")}
+    if state is not None:
+        seen = by_page(state.place)
+        places |= {seen[page] for page in left.frames if page in seen}
+    if "isolate" in places:
+        return Check(
+            name,
+            MISSING,
+            "they lay in an isolated pageblock, as while memory goes offline or CMA is given out: that ends",
+        )
+    if places and places <= UNPINNABLE:
+        return Check(name, OK, f"they lay in {', '.join(sorted(places))}")
+    if "ordinary" in places:
+        return Check(
+            name,
+            MISSING,
+            "some lay in ordinary memory right afterwards: their pageblock was isolated, or has changed",
+        )
     if state is None:
-        why = registration.pages_unknown or "the pages were not read"
+        why = left.registration.pages_unknown or "the pages were not read"
         return Check(name, MISSING, f"where the pages lay is not known ({why})")
-    if state.unpinnable & registration.spans:
-        count = (state.unpinnable & registration.spans).total
-        return Check(name, OK, f"{count} of the range's pages lay in unpinnable memory right afterwards")
-    if registration.spans - state.placed("ordinary", "absent"):
-        return Check(name, MISSING, "where the pages lay is not known")
-    return Check(name, CONTRADICTED, "none of the range's pages lay in unpinnable memory right afterwards")
+    return Check(name, MISSING, "where the pages lay is not known")
 
 
-def _references(registration: Registration) -> Check:
-    """At that moment, on migrate_pages' list: one reference for each mapping, one of the isolation, and the
-    holder's (`folio_expected_ref_count`, include/linux/mm.h; `GUP_PIN_COUNTING_BIAS`).
+def _references(left: LeftBehind) -> Check:
+    """Each page of which the kernel told bore references of a holder when it would not move."""
+    name, moment = "references", left.at_the_moment()
+    if not moment or left.told_frames - moment.keys():
+        return Check(name, MISSING, "the references of the pages left behind were not seen at that moment")
+    if not all(excess.held for excess in moment.values()):
+        return Check(name, MISSING, "a page that was left behind bore no reference beyond what is due")
+    if _by_pins(left):
+        return Check(name, OK, "each bore at least one FOLL_PIN when it would not move")
+    least = min(excess.references for excess in moment.values() if not excess.pins)
+    return Check(name, OK, f"each bore {least} or more references beyond what is due")
+
+
+def _by_pins(left: LeftBehind) -> bool:
+    moment = left.at_the_moment()
+    return bool(moment) and all(excess.pins for excess in moment.values())
+
+
+def _lasting(left: LeftBehind) -> Check:
+    """The same excess was on the same frames, on all of them, over a time that I/O does not last."""
+    name, moment = "lasting", left.at_the_moment()
+    seen: dict[int, list[Excess]] = {
+        page: [moment[pfn]] if pfn in moment else [] for page, pfn in left.frames.items()
+    }
+    for look in left.looks:
+        why = _not_held(left, look, seen)
+        if why:
+            return Check(name, MISSING, f"{why}, and {_TRANSIENT}")
+    last = left.looks[-1].after if left.looks else None
+    if last is None or last < LASTS or len(left.looks) < _LOOKS:
+        return Check(name, MISSING, _too_short(left, last))
+    if not left.frames or not all(_is_one_holder(found) for found in seen.values()):
+        return Check(
+            name, MISSING, f"the references were not the same at each look: {_TRANSIENT}; an unpin would tell"
+        )
+    return Check(
+        name, OK, f"the same references were on all of them {len(left.looks)} times over {last:.0f} s"
+    )
+
+
+def _not_held(left: LeftBehind, look: Look, seen: dict[int, list[Excess]]) -> str:
+    """Return why the pages were not held at a look, "" where all were, which is added to `seen`."""
+    found, number = left.at(look), len(left.frames)
+    after = f"{look.after:.1f} s later"
+    if len(found) < number:
+        return f"{number - len(found)} of {number} pages were no longer the same frames {after}"
+    known = {page: excess for page, excess in found.items() if excess is not None}
+    if len(known) < number:
+        return f"the references of {number - len(known)} of {number} pages were not known {after}"
+    free = [excess for excess in known.values() if not excess.held]
+    if any(excess.references for excess in free):
+        return f"what is left on {len(free)} of {number} pages {after} may be of a per-CPU LRU batch"
+    if free:
+        return f"the references were gone from {len(free)} of {number} pages {after}, as after I/O in flight"
+    for page, excess in known.items():
+        seen[page].append(excess)
+    return ""
+
+
+def _too_short(left: LeftBehind, last: float | None) -> str:
+    told = f"the same references at looks over {LASTS:.0f} s would tell"
+    ended = next((look.ended for look in left.run.looks if look.ended), "")
+    if last is None:
+        why = f" ({ended})" if ended else ""
+        return f"the references were not looked at again{why}: {_TRANSIENT}; {told}"
+    return f"they lasted {last:.1f} s{f', until {ended}' if ended else ''}: {_TRANSIENT}; {told}"
+
+
+def _is_one_holder(found: list[Excess]) -> bool:
+    """Whether what was seen of a page can be the same holder's each time: as many pins, or without any as
+    many references, but for those of batches.
     """
-    name = "references"
-    above = _above(registration)
-    if not above:
-        return Check(name, MISSING, "the reference counts of the pages left behind were not seen")
-    least = min(above)
-    if least >= PIN_BIAS:
-        return Check(name, OK, f"each bore at least one FOLL_PIN when it would not move ({least} references)")
-    if least > 0:
-        return Check(name, OK, f"each bore {least} or more references beyond what is due")
-    return Check(name, MISSING, "a page that was left behind bore no reference beyond what is due")
-
-
-def _above(registration: Registration) -> list[int]:
-    """References beyond what is due, of each page that was left behind, at that moment."""
-    above = []
-    for page in _stuck(registration):
-        count, maps = whole_number(page.get("refcount")), whole_number(page.get("mapcount"))
-        if count is not None and maps is not None and maps >= 0:
-            above.append(count - maps - _ISOLATED)
-    return above
-
-
-def _lasting(run: Pass, registration: Registration) -> Check:
-    """A reference that is still there afterwards is no passing one, such as I/O in flight."""
-    name = "lasting"
-    buffer = run.buffers.get(registration.buffer)
-    first, again = registration.before, registration.after
-    if buffer is None or first is None or again is None or again is first:
-        why = registration.pages_unknown or "the pages were not read a second time"
-        return Check(name, MISSING, f"whether what held the pages lasted is not known ({why})")
-    look = first.unpinnable & again.unpinnable & first.unmoved(again) & registration.spans
-    held = Spans()
-    for state in (first, again):
-        excess = state.excess(cache_references(buffer.backing))
-        # A per-CPU LRU batch holds none: it was drained before the pages were migrated (mm/gup.c).
-        counted = Spans.of((a, b) for a, b, value in excess if value > 0)
-        found = (counted - state.known("pincount")) | state.where("pincount", lambda count: count > 0)
-        held = found if state is first else held & found
-    if held & look:
-        return Check(name, OK, f"{(held & look).total} unpinnable pages of the range were still held later")
-    if not look:
-        return Check(name, MISSING, "no unpinnable page of the range was still there later")
-    return Check(name, MISSING, "the references were gone a moment later: it may have been I/O in flight")
+    if len({excess.pins for excess in found}) != 1:
+        return False
+    if found[0].pins:
+        return True
+    least = max(excess.references - excess.slack for excess in found)
+    return 0 < least <= min(excess.references for excess in found)
 
 
 def _plain_pins(registration: Registration) -> list[Mapping[str, Any]]:
@@ -167,21 +202,49 @@ def _plain_pins(registration: Registration) -> list[Mapping[str, Any]]:
     return [pin for pin in pins if isinstance(pin, Mapping)] if isinstance(pins, list) else []
 
 
-def _holder(registration: Registration) -> Check:
-    """Who pinned these pages without FOLL_LONGTERM, where that was seen. A count never names its holder."""
-    pins = _plain_pins(registration)
-    if not pins:
-        return Check("holder", MISSING, "who took the pin was not seen")
-    return Check("holder", OK, f"{_owner(registration)} took a pin without FOLL_LONGTERM on these pages")
+def _holder(left: LeftBehind) -> tuple[str, Check]:
+    """Who pinned these pages without FOLL_LONGTERM, where that was seen. A count never names its holder: the
+    pin must be of these frames, one that makes what they bear, and not known to have ended.
+    """
+    name, why = "holder", "who took the pin was not seen"
+    owners: set[str] = set()
+    for pin in _plain_pins(left.registration):
+        if "FOLL_LONGTERM" in (pin.get("flags") or []) or not _covers(left, pin):
+            continue
+        owner = _owner(pin)
+        if not _by_pins(left):
+            why = f"{pin.get('fn')} pinned these pages before, but its FOLL_PIN is not what they bore"
+        elif pin.get("held") is False or (owner == "process-vm" and pin.get("held") is not True):
+            why = f"{pin.get('fn')} pinned these pages before, but it is not known to have held them still"
+        else:
+            owners.add(owner)
+    if len(owners) != 1:
+        why = f"several may hold them: {', '.join(sorted(owners))}" if owners else why
+        return "unknown", Check(name, MISSING, why)
+    (owner,) = owners
+    return owner, Check(name, OK, f"{owner} took a pin without FOLL_LONGTERM on these pages")
 
 
-def _owner(registration: Registration) -> str:
-    for pin in reversed(_plain_pins(registration)):
-        modules = [str(name) for name in pin.get("modules") or []]
-        if any(name.startswith("nvidia") for name in modules):
-            return "cuda"
-        if modules:
-            return modules[0]
-        if str(pin.get("fn", "")).endswith("_remote"):
-            return "process-vm"
-    return "unknown"
+def _covers(left: LeftBehind, pin: Mapping[str, Any]) -> bool:
+    """Whether a pin is of all of these frames: as it found them, or by the addresses where they lie."""
+    runs = pin.get("pfn")
+    if isinstance(runs, list):
+        theirs = {value + step for _, value, count in runs for step in range(count)}
+        frames = set(left.frames.values()) or left.told_frames
+        return bool(frames) and frames <= theirs
+    start, pages = whole_number(pin.get("start")), whole_number(pin.get("nr_pages"))
+    buffer = left.run.buffers.get(left.registration.buffer)
+    if start is None or pages is None or buffer is None or not left.frames:
+        return False
+    size = buffer.page_size
+    first = start // size - buffer.address // size
+    return all(first <= page < first + pages for page in left.frames)
+
+
+def _owner(pin: Mapping[str, Any]) -> str:
+    modules = [str(name) for name in pin.get("modules") or []]
+    if any(name.startswith("nvidia") for name in modules):
+        return "cuda"
+    if modules:
+        return modules[0]
+    return "process-vm" if str(pin.get("fn", "")).endswith("_remote") else "unknown"

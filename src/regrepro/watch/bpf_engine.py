@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -68,11 +69,13 @@ class BpfEngine:
         *,
         plain_pins: Sequence[str] = (),
         longterm: int = 0,
+        unpins: bool = False,
         account: Account | None = None,
     ) -> None:
         self.correlator = correlator
         self._layout = layout
         self._account = account
+        self._unpins = unpins
         self._account_at = time.monotonic() + ACCOUNT_SECONDS
         self._counted: tuple[dict[bytes, bytes], dict[bytes, bytes]] = {}, {}
         self._gone: set[bytes] = set()  # entries of processes that had ended the last time
@@ -133,6 +136,10 @@ class BpfEngine:
             self._uncounted = bpf.Counter("regrepro_uncount")
         counted = (self._uncounted.fd,) if self._uncounted is not None else ()
         self._maps = Maps(self._ring.fd, self._counter.fd, *self._fds, *counted)
+        if self._unpins:
+            fd = bpf.open_map(bpf.MAP_LRU_HASH, "regrepro_pinner", value_size=8, entries=_THREADS)
+            self._fds.append(fd)
+            self._maps = replace(self._maps, pinners=fd)
 
     # Attaching
 
@@ -156,6 +163,9 @@ class BpfEngine:
         for function in functions.plain_pins:
             if function.name in plain_pins and longterm:
                 self._follow_plain_pins(function, longterm)
+        for function in list(functions.unpins) if self._unpins else []:
+            if not self._follow(functions, function, self._follow_unpins):
+                functions.unpins.remove(function)
         if functions.open is not None:
             number = self._number(self._opened, 0)
             self._at_exit(functions.open, lambda c: programs.opened(self._maps, c, number))
@@ -260,6 +270,18 @@ class BpfEngine:
             return programs.plain_pin(self._maps, context, number, first, longterm)
 
         self._at_exit_or_return(function, make, lambda c: programs.keep_pin(self._maps, c, first))
+
+    def _follow_unpins(self, function: Function) -> None:
+        number = self._number(self._unpinned, 1)
+        many = "_pages" in function.name  # an array of pages, and no page
+
+        def make(context: Context) -> bytes:
+            return programs.unpin(self._maps, context, number, many=many)
+
+        try:
+            self._trampoline(function, bpf.TRACE_FENTRY, make)
+        except OSError:
+            self._by_kprobe(function, make, at_return=False)
 
     def _at_exit_or_return(
         self,
@@ -587,6 +609,9 @@ class BpfEngine:
         length = programs.signed_int(length)
         frames = stack[: length // 8 if length > 0 else 0]
         self.correlator.on_pin(PlainPin(ns, tid, pid, function, start, pages, flags, self._names(frames)))
+
+    def _unpinned(self, _tid: int, pid: int, ns: int, words: Sequence[int]) -> None:
+        self.correlator.on_unpin(pid, ns, words[0])
 
     def _names(self, addresses: Sequence[int]) -> list[str]:
         """Return frames as NAME+OFFSET; an address where the kernel does not say."""

@@ -37,10 +37,11 @@ def _size(_ctx: click.Context, _param: click.Parameter, value: str) -> int:
 )
 @click.option(
     "--pins",
-    type=click.Choice(["off", "driver", "all"]),
+    type=click.Choice(["off", "driver", "all", "unpins"]),
     default="driver",
     show_default=True,
-    help="Remember pins without FOLL_LONGTERM: of drivers (NVIDIA's), or of process_vm_readv, too.",
+    help="Remember pins without FOLL_LONGTERM: of drivers (NVIDIA's), of process_vm_readv, too, or of all "
+    "these, and their unpins (which lie in the path of O_DIRECT).",
 )
 @click.option(
     "--libraries/--no-libraries",
@@ -91,7 +92,12 @@ def _size(_ctx: click.Context, _param: click.Parameter, value: str) -> int:
     metavar="SIZE",
     help="All run directories together; the oldest give way.",
 )
-@click.option("--failures", type=click.IntRange(min=1), metavar="N", help="Stop after N failures.")
+@click.option(
+    "--failures",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Stop after N failures, once none of them waits for later looks.",
+)
 @click.option(
     "--duration", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS", help="Stop after so long."
 )

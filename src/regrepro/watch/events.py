@@ -18,6 +18,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from regrepro.errors import errno_name
 from regrepro.watch.process import comm_of, kernel_boottime
 from regrepro.watch.program import REQUESTS, VERBS, attribute_index
@@ -193,7 +196,9 @@ class Ended:
 
 @dataclass
 class PlainPin:
-    """A pin without FOLL_LONGTERM by somebody else's driver."""
+    """A pin without FOLL_LONGTERM by somebody else's driver. `frames`: PFNs of its pages when it was told, 0
+    where there was none; None where they were not read. `ended`: its unpin was seen.
+    """
 
     ns: int
     tid: int
@@ -203,6 +208,8 @@ class PlainPin:
     pages: int
     flags: int
     stack: list[str]
+    frames: NDArray[np.int64] | None = None
+    ended: bool = False
 
 
 @dataclass
@@ -247,6 +254,7 @@ class Correlator:
         self.on_marker: Callable[[int, int], None] = lambda _ns, _cpu: None
         self.device_is_gone: Callable[[int], bool] = lambda _pid: False
         self.on_pin: Callable[[PlainPin], None] = lambda _pin: None
+        self.on_unpin: Callable[[int, int, int], None] = lambda _pid, _ns, _page: None
         self.on_account: Callable[[dict[str, Any]], None] = lambda _maps: None
         self.on_error: Callable[[str], None] = lambda _text: None
         self.counts = Counts()

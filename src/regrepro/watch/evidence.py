@@ -9,18 +9,21 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from regrepro.core.pages import read_entries_at, read_pfns, runs
 from regrepro.core.verbs import access_names
 from regrepro.kernel import trace_tree
+from regrepro.kernel.leftovers import start_time
 from regrepro.kernel.memorymap import PLACE_NAMES, MemoryMap, read_memory_map
-from regrepro.kernel.pagestate import PageReader, PageState
+from regrepro.kernel.pagestate import KPF_COMPOUND_HEAD, KPF_COMPOUND_TAIL, PageReader, PageState
 from regrepro.kernel.trace_flags import FlagNames
 from regrepro.watch import copies, process
 from regrepro.watch.events import Failure, Inner, PlainPin, StuckPage
@@ -34,7 +37,20 @@ LOOK_LIMIT = 256 << 20
 MAP_SECONDS = 600.0  # after which a memory map is read anew while nothing else is to be done
 LASTING_SECONDS = 0.25  # after which the references of pages that stayed are looked at once more
 UNKNOWN_ERRNO = "EUNKNOWN"
+LOOKS = (1.0, 3.0, 10.0, 31.0)
+"""Seconds after a failure at which the frames that were left behind are looked at again. The last is longer
+than a request of a block device is given (30 s: `nvme_io_timeout`, drivers/nvme/host/core.c; `SD_TIMEOUT`,
+drivers/scsi/sd.h).
+"""
+# Pages of one call of get_user_pages for an MR: as many as a page holds pointers (__ib_umem_get_va(),
+# drivers/infiniband/core/umem.c).
+LOOK_PAGES = PAGE_SIZE // 8
+# Bits of /proc/kpageflags that tell whether a per-CPU batch may refer to a page (docs/record.md, `look`).
+_LISTS = {5: "lru", 6: "active", 33: "mlocked"}
 _PIN_KEPT = 512
+_FRAMES_PAGES, _FRAMES_KEPT, _FRAMES_SECONDS = 1024, 1024, 0.02  # of pins whose frames are read at once
+KPAGEFLAGS = Path("/proc/kpageflags")
+_VM_CALLS = {"x86_64": (310, 311), "aarch64": (270, 271)}  # process_vm_readv, process_vm_writev
 _MET_KEPT = 4096
 _DECLARED: dict[str, Any] = {
     "shows": "a registration of a program on this node failed",
@@ -63,6 +79,7 @@ class Evidence:
     stuck: list[dict[str, Any]] = field(default_factory=list)
     memory: dict[str, Any] = field(default_factory=dict)
     devices: list[str] = field(default_factory=list)
+    pins: list[tuple[PlainPin, bool | None]] = field(default_factory=list)  # and whether they were held
     plain_pins: list[dict[str, Any]] = field(default_factory=list)
     seconds: float = 0.0  # that the look took, from the failure's arrival on
     lasting_due: float = 0.0  # time.monotonic()
@@ -72,6 +89,26 @@ class Evidence:
         """Whether pages may be held: then they are looked at once more."""
         return bool(self.stuck) or self.failure.errno == "ENOMEM"
 
+    @property
+    def frames(self) -> tuple[int, int] | None:
+        """Address and length of the pages among which those are that migrate_pages left behind: of the call
+        that failed. None where there is nothing to look at again.
+        """
+        if self.pages is None or not self.failure.stuck or self.process.facts.get("starttime") is None:
+            return None
+        first, end = self.first, self.first + self.length
+        call = _failed_call(self.failure)
+        if call is not None:
+            first, end = max(first, call[0]), min(end, call[0] + call[1])
+        first = first // PAGE_SIZE * PAGE_SIZE
+        return (first, end - first) if first < end <= first + LOOK_PAGES * PAGE_SIZE else None
+
+
+def _failed_call(failure: Failure) -> tuple[int, int] | None:
+    """Address and length of the get_user_pages call that failed, None where it was not seen."""
+    part = next((item for item in reversed(failure.inner) if "nr_pages" in item.args), None)
+    return (part.args["start"], max(part.args["nr_pages"], 1) * PAGE_SIZE) if part is not None else None
+
 
 class Observer:
     """Looks at processes and pages. Keeps the memory map, and pins without FOLL_LONGTERM that were told."""
@@ -80,18 +117,34 @@ class Observer:
         self._functions = functions
         self._flags = flags
         self.memory_map: MemoryMap = read_memory_map()
-        self._zones = zone_layout()
         self._read_at = time.monotonic()
         self._pins: dict[int, deque[PlainPin]] = {}
         self._met: dict[int, Process] = {}
-        self._reader: PageReader | None = None
+        self._framed: deque[PlainPin] = deque()  # pins whose frames are known
+        self._framed_at = float("-inf")
 
     def remember(self, pin: PlainPin) -> None:
-        """Keep a pin without FOLL_LONGTERM for the failure that may follow."""
+        """Keep a pin without FOLL_LONGTERM for the failure that may follow; its frames where few come."""
         if len(self._pins) > 4096:
             for pid in [pid for pid in self._pins if not (process.PROC / str(pid)).exists()]:
                 del self._pins[pid]
         self._pins.setdefault(pin.pid, deque(maxlen=_PIN_KEPT)).append(pin)
+        now = time.monotonic()
+        if now - self._framed_at < _FRAMES_SECONDS or not 0 < pin.pages <= _FRAMES_PAGES:
+            return
+        self._framed_at = now
+        pin.frames = _frames_at(pin.pid, pin.start // PAGE_SIZE * PAGE_SIZE, pin.pages)
+        self._framed.append(pin)
+        if len(self._framed) > _FRAMES_KEPT:
+            self._framed.popleft().frames = None
+
+    def unpinned(self, pid: int, ns: int, page: int) -> None:
+        """Keep that a process unpinned pages, `page` first (its struct): its last pin of that has ended."""
+        pfn = self._pfn_of(page) if pid in self._pins else None
+        for pin in reversed(self._pins[pid]) if pfn is not None else ():
+            if pin.frames is not None and pin.ns < ns and not pin.ended and pfn in pin.frames:
+                pin.ended = True
+                return
 
     def meet(self, pid: int) -> None:
         """Keep what a process that opens an RDMA device is, for the case that it dies with its failure."""
@@ -148,6 +201,7 @@ class Observer:
         evidence.first, evidence.length = self._range(failure)
         if evidence.length and not failure.dmabuf:
             self._look_at_pages(evidence)
+        evidence.pins = list(self._pins_on(failure, evidence.first, evidence.length))
         evidence.process = self._of_process(failure)
         evidence.devices = copies.device_names(copies.devices_of(failure.pid))
         evidence.memory = process.node_memory()
@@ -162,16 +216,42 @@ class Observer:
         if evidence.pages is None:
             return
         try:
-            reader = PageReader(self.memory_map, failure.pid)
-            try:
-                state = reader.snapshot(evidence.first, evidence.length)
-            finally:
-                reader.close()
+            state = self._snapshot(failure.pid, evidence.first, evidence.length)
         except OSError:
             return
         if state.pages and bool((state.pfn != 0).any()):
             evidence.again = state
             evidence.again_after = time.monotonic() - failure.since
+
+    def look_at_frames(self, evidence: Evidence) -> dict[str, Any]:
+        """Look at the frames that were left behind, from outside; return the keys of an event `look`
+        (docs/record.md). `ended` says why nothing further is to be seen of them.
+        """
+        failure, start = evidence.failure, evidence.process.facts.get("starttime")
+        address, length = evidence.frames or (0, 0)
+        seen: dict[str, Any] = {"address": address, "length": length, "pages": None, "lists": None}
+        seen["after_seconds"] = round(time.monotonic() - failure.since, 6)
+        ended = ""
+        try:
+            state = self._snapshot(failure.pid, address, length)
+        except OSError as error:
+            state, ended = None, f"the pages could not be read: {error.strerror}"
+        if start is None or start_time(failure.pid) != start:  # after the look: the pages were its own
+            state, ended = None, f"process {failure.pid} has ended"
+        if state is not None:
+            seen["pages"] = state.as_record()
+            seen["lists"] = _lists(state)
+        return {**seen, "ended": ended}
+
+    def _snapshot(self, pid: int, first: int, length: int) -> PageState:
+        """Read the pages of a process, and where they lie at this moment. Raises OSError."""
+        reader = PageReader(self.memory_map, pid)
+        try:
+            state = reader.snapshot(first, length)
+        finally:
+            reader.close()
+        state.place = self.memory_map.places_now(state.pfn)
+        return state
 
     def _range(self, failure: Failure) -> tuple[int, int]:
         if failure.address is None or not failure.length or failure.length < 0:
@@ -180,19 +260,12 @@ class Observer:
             return 0, 0
         if failure.length <= LOOK_LIMIT:
             return failure.address, failure.length
-        part = next((item for item in reversed(failure.inner) if "nr_pages" in item.args), None)
-        if part is None:
-            return failure.address, LOOK_LIMIT
-        return part.args["start"], max(part.args["nr_pages"], 1) * PAGE_SIZE
+        return _failed_call(failure) or (failure.address, LOOK_LIMIT)
 
     def _look_at_pages(self, evidence: Evidence) -> None:
         failure = evidence.failure
         try:
-            reader = PageReader(self.memory_map, failure.pid)
-            try:
-                state = reader.snapshot(evidence.first, evidence.length)
-            finally:
-                reader.close()
+            state = self._snapshot(failure.pid, evidence.first, evidence.length)
         except OSError as error:
             evidence.pages_unknown = f"the pages could not be read: {error.strerror}"
             return
@@ -213,7 +286,6 @@ class Observer:
     def refresh(self) -> None:
         """Read the memory map anew. It takes a tenth of a second and more: not while a failure waits."""
         self.memory_map = read_memory_map()
-        self._zones = zone_layout()
         self._read_at = time.monotonic()
 
     def refresh_if_old(self) -> None:
@@ -222,41 +294,43 @@ class Observer:
             self.refresh()
 
     def complete(self, evidence: Evidence) -> None:
-        """Do what may take its time: name the holders of pins, and place pages that were looked at by a map
-        from before memory blocks changed their zones.
-        """
-        evidence.plain_pins = self._pins_on(evidence.failure.pid, evidence.first, evidence.length)
-        if zone_layout() == self._zones:
-            return
-        self.refresh()
-        for state in (evidence.pages, evidence.again):
-            if state is not None:
-                state.place = self.memory_map.classify(state.pfn)
-        evidence.stuck = list(self._stuck(evidence.failure.stuck))
+        """Do what may take its time: name the holders of pins, read a map anew whose zones have changed."""
+        evidence.plain_pins = [self._told_pin(pin, held, evidence.failure) for pin, held in evidence.pins]
+        if self.memory_map.zones_changed():
+            self.refresh()
 
-    def _stuck(self, pages: Iterable[StuckPage]) -> Iterator[dict[str, Any]]:
-        """The pages that migrate_pages left behind, with their PFNs and places."""
-        sections = self.memory_map.sections
-        if sections is None or not len(sections.coded_maps):
-            return
-        size = sections.layout.pages.page_struct_size
-        maps = np.unique(sections.coded_maps)
+    def _stuck(self, pages: Sequence[StuckPage]) -> Iterator[dict[str, Any]]:
+        """Yield the pages that migrate_pages left behind, with their PFNs and where they lie now."""
+        found: list[tuple[int, StuckPage]] = []
         for page in pages:
-            # With SPARSEMEM_VMEMMAP one base serves all sections (include/asm-generic/memory_model.h).
-            if len(maps) == 1:
-                pfn, rest = divmod((page.address - int(maps[0])) & (1 << 64) - 1, size)
-            else:
-                pfn, rest = self._in_sections(page.address, size)
-            if rest or pfn >= 1 << 40:
-                continue
-            place = PLACE_NAMES[int(self.memory_map.classify(np.array([pfn], dtype=np.uint64))[0])]
+            pfn = self._pfn_of(page.address)
+            if pfn is not None:
+                found.append((pfn, page))
+        pfns = np.array([pfn for pfn, _ in found], dtype=np.uint64)
+        large = _large(pfns)
+        for (pfn, page), code, whole in zip(found, self.memory_map.places_now(pfns), large, strict=True):
             yield {
                 "pfn": pfn,
-                "place": place,
+                "place": PLACE_NAMES[int(code)],
                 "refcount": page.refcount,
                 "mapcount": page.mapcount + 1,  # the kernel counts from -1
                 "flags": page.flags & 0xFFFFFFFF,
+                **({"pincount": page.pincount} if whole else {}),
             }
+
+    def _pfn_of(self, address: int) -> int | None:
+        """Return the PFN of a struct page, None where that is not known."""
+        sections = self.memory_map.sections
+        if sections is None or not len(sections.coded_maps):
+            return None
+        size = sections.layout.pages.page_struct_size
+        # With SPARSEMEM_VMEMMAP one base serves all sections (include/asm-generic/memory_model.h).
+        first = int(sections.coded_maps[0])
+        if (sections.coded_maps == sections.coded_maps[0]).all():
+            pfn, rest = divmod((address - first) & (1 << 64) - 1, size)
+        else:
+            pfn, rest = self._in_sections(address, size)
+        return pfn if not rest and pfn < 1 << 40 else None
 
     def _in_sections(self, address: int, size: int) -> tuple[int, int]:
         sections = self.memory_map.sections
@@ -267,23 +341,38 @@ class Observer:
                 return pfn, 0
         return 0, 1
 
-    def _pins_on(self, pid: int, first: int, length: int) -> list[dict[str, Any]]:
-        end, found = first + length, []
-        for pin in self._pins.get(pid, ()):
+    def _pins_on(self, failure: Failure, first: int, length: int) -> Iterator[tuple[PlainPin, bool | None]]:
+        """Yield the pins on a range that its process made, and whether they are held, None: not known.
+
+        A number is given to another process once its process is gone: what was pinned before this one
+        started was pinned by another.
+        """
+        begun, end = failure.process_start or 0, first + length
+        last: dict[int, PlainPin] = {}
+        pins = [pin for pin in self._pins.get(failure.pid, ()) if pin.ns >= begun]
+        for pin in pins:
+            last[pin.tid] = pin
+        for pin in pins:
             start = pin.start // PAGE_SIZE * PAGE_SIZE
             if start < end and start + pin.pages * PAGE_SIZE > first:
-                found.append(
-                    {
-                        "fn": pin.function,
-                        "start": pin.start,
-                        "nr_pages": pin.pages,
-                        "flags": self._flags.decode(pin.flags) if self._flags.values else None,
-                        "stack": pin.stack,
-                        "modules": modules_of(pin.stack),
-                        "tid": pin.tid,
-                    }
-                )
-        return found
+                held = _is_held(pin) if last[pin.tid] is pin else _ended(pin)
+                yield pin, False if pin.ended else held
+
+    def _told_pin(self, pin: PlainPin, held: bool | None, failure: Failure) -> dict[str, Any]:
+        return {
+            "fn": pin.function,
+            "start": pin.start,
+            "nr_pages": pin.pages,
+            "flags": self._flags.decode(pin.flags) if self._flags.values else None,
+            "stack": pin.stack,
+            "modules": modules_of(pin.stack),
+            "tid": pin.tid,
+            "age_seconds": round((failure.ns - pin.ns) / 1e9, 6),
+            "held": held,
+            "pfn": None
+            if pin.frames is None
+            else [[i, v, n] for i, n, v in runs(pin.frames, 1).tolist() if v],
+        }
 
     def trace(self, failure: Failure, lost: int, missed: int | None = None) -> dict[str, Any]:
         """Return the kernel's account of a failure, as the tracer of `run` would (docs/record.md).
@@ -402,14 +491,70 @@ class Observer:
         return [{"fn": name, "why": why} for name, why in self._functions.missing.items()]
 
 
-def zone_layout() -> str:
-    """Return what of /proc/zoneinfo changes with memory blocks: start, spanned and present pages of zones."""
+def _large(pfns: NDArray[np.uint64]) -> list[bool]:
+    """Return whether each page is one of a large folio, which alone has a count of its pins."""
     try:
-        lines = Path("/proc/zoneinfo").read_text().splitlines()
+        fd = os.open(KPAGEFLAGS, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
-        return ""
-    wanted = ("Node ", "        spanned", "        present", "  start_pfn:")
-    return "\n".join(line for line in lines if line.startswith(wanted))
+        return [False] * len(pfns)
+    try:
+        flags = read_entries_at(fd, pfns)
+    except OSError:
+        return [False] * len(pfns)
+    finally:
+        os.close(fd)
+    return [bool(value) for value in flags & np.uint64(1 << KPF_COMPOUND_HEAD | 1 << KPF_COMPOUND_TAIL)]
+
+
+def _frames_at(pid: int, first: int, pages: int) -> NDArray[np.int64] | None:
+    """Return the PFNs of a process' pages now, 0 where there is none; None where they cannot be read."""
+    try:
+        fd = os.open(process.PROC / str(pid) / "pagemap", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        return read_pfns(first, pages, fd).astype(np.int64)
+    except OSError:
+        return None
+    finally:
+        os.close(fd)
+
+
+def _of_process_vm(pin: PlainPin) -> bool:
+    """Whether a pin is one of process_vm_readv or process_vm_writev, which hold theirs for one call at most
+    (process_vm_rw_single_vec(), mm/process_vm_access.c).
+    """
+    return any(frame.startswith("process_vm_rw") for frame in pin.stack)
+
+
+def _ended(pin: PlainPin) -> bool | None:
+    """Whether a pin is held whose thread has made another since: False, or None where that is not known."""
+    return False if _of_process_vm(pin) else None
+
+
+def _is_held(pin: PlainPin) -> bool | None:
+    """Whether a thread's last pin is held: one of process_vm_readv while its thread is in that call. Of
+    others it is not known.
+    """
+    numbers = _VM_CALLS.get(os.uname().machine)
+    if not _of_process_vm(pin) or numbers is None:
+        return None
+    try:
+        told = (process.PROC / str(pin.pid) / "task" / str(pin.tid) / "syscall").read_text().split()
+    except OSError:
+        return None if (process.PROC / str(pin.pid) / "task" / str(pin.tid)).exists() else False
+    if not told or told[0] == "running":
+        return None
+    return told[0] in map(str, numbers)
+
+
+def _lists(state: PageState) -> list[list[Any]] | None:
+    """Runs of what /proc/kpageflags says of pages in per-CPU batches: `[first, count, "lru active"]`."""
+    if state.flags is None:
+        return None
+    mask = np.uint64(sum(1 << bit for bit in _LISTS))
+    told = runs((state.flags & mask).astype(np.int64)).tolist()
+    return [[i, n, " ".join(word for bit, word in _LISTS.items() if v >> bit & 1)] for i, n, v in told]
 
 
 def modules_of(stack: Iterable[str], kallsyms: Path = Path("/proc/kallsyms")) -> list[str]:

@@ -29,6 +29,11 @@ OPEN = ("ib_uverbs_open", "ib_uverbs")
 MIGRATE = "migrate_pages"
 # All int or long returns: negative is a failure.
 PINS = ("pin_user_pages_fast", "pin_user_pages")
+# What drivers and process_vm_readv let go of pins by (mm/gup.c), with a page or an array of pages in front.
+UNPINS = (
+    *("unpin_user_page", "unpin_user_pages", "unpin_user_pages_dirty_lock"),
+    "unpin_user_page_range_dirty_lock",
+)
 # Failures only. Newest names first; the first that exists is followed.
 INNER: tuple[tuple[tuple[str, ...], str, Returns], ...] = (
     (("__ib_umem_get_va", "ib_umem_get"), "ib_core", Returns.POINTER),
@@ -91,6 +96,7 @@ class Functions:
     open: Function | None = None
     migrate: Function | None = None
     plain_pins: list[Function] = field(default_factory=list)
+    unpins: list[Function] = field(default_factory=list)
     missing: dict[str, str] = field(default_factory=dict)
     reasons: dict[int, str] = field(default_factory=dict)  # of `enum migrate_reason`
 
@@ -223,6 +229,7 @@ def find_functions(
         *(name for name, _ in (*ENTRIES, OPEN, *drivers)),
         *PINS,
         *plain,
+        *UNPINS,
         MIGRATE,
         *(name for names, _, _ in INNER for name in names),
     }
@@ -242,6 +249,7 @@ def find_functions(
             found.drivers.append(make(name, Returns.POINTER))
     found.pins += [make(name, Returns.LONG) for name in PINS if name in symbols]
     found.plain_pins += [make(name, Returns.LONG) for name in plain if name in symbols]
+    found.unpins += [make(name) for name in UNPINS if name in symbols]
     for names, module, returns in INNER:
         name = next((item for item in names if item in symbols), "")
         if name:

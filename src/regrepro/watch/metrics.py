@@ -17,6 +17,8 @@ class Metrics:
 
     watching: int = 0
     failures: dict[tuple[str, str], int] = field(default_factory=dict)  # (layer, class) → count
+    proven: int = 0  # failures of this bug, by later looks; they are in `failures` as what they were at first
+    not_looked_at: int = 0  # failures of this bug for which there were no later looks
     suppressed: int = 0  # failures that were counted and not recorded in full
     lost: int = 0
     missed: int = 0  # hits of probes
@@ -60,9 +62,15 @@ class Metrics:
                 ({"layer": layer, "class": kind}, count)
                 for (layer, kind), count in sorted(self.failures.items())
             ]
-            or [({"layer": "page-migration", "class": "B proven"}, 0)],
+            or [({"layer": "page-migration", "class": "B likely"}, 0)],
         )
         for name, what, value in (
+            ("proven_total", "Failures of this bug that later looks have proven.", self.proven),
+            (
+                "not_looked_at_again_total",
+                "Failures of this bug whose pages were not looked at again: there were too many.",
+                self.not_looked_at,
+            ),
             ("suppressed_total", "Failures that were counted and not recorded in full.", self.suppressed),
             ("lost_events_total", "Events that did not reach watch.", self.lost),
             ("missed_hits_total", "Hits of probes that the kernel says it missed.", self.missed),

@@ -14,6 +14,7 @@ thread and process, ns of boottime, and then
     pin             ret, start, pages, flags
     migration       ret, reason; of STUCK_PAGES pages: address, refcount, mapcount, pincount, flags
     plain_pin       start, pages, flags, length of the stack in bytes, its addresses
+    unpin           the first page
     library_return  the six parameters
 
 So one record comes after another if what it tells of did.
@@ -82,7 +83,7 @@ class Context:
 @dataclass(frozen=True)
 class Maps:
     """Descriptors: of the ring, of the counter of lost records, of requests, of library calls and of pins
-    by kprobes; of what `registered` counts.
+    by kprobes; of what `registered` counts; of processes that made a plain pin, where unpins are followed.
     """
 
     ring: int
@@ -93,6 +94,7 @@ class Maps:
     counts: int = -1
     sizes: int = -1
     uncounted: int = -1
+    pinners: int = -1
 
 
 def by_trampoline(parameters: int) -> Context:
@@ -647,8 +649,37 @@ def plain_pin(maps: Maps, context: Context, number: int, first: int, longterm: i
     code.call(bpf.GET_STACK)
     record.put(3, RESULT)
     record.send()
+    if maps.pinners >= 0:
+        _process(program)
+        _put_entry(program, maps.pinners, record.at(0))
     code.label("out")
     code.end()
+    return program.bytes()
+
+
+def _process(program: _Program) -> None:
+    """Put the process' number where a map's key is taken from."""
+    program.code.call(bpf.GET_CURRENT_PID_TGID)
+    program.code.do(RESULT, ">>", 32)
+    program.code.store(STACK_END, _KEY, RESULT, 4)
+
+
+def unpin(maps: Maps, context: Context, number: int, *, many: bool) -> bytes:
+    """Where pages are unpinned: tell of the first, if this process made a plain pin. `many`: the parameter is
+    an array of pages.
+    """
+    program = _Program(maps, context)
+    assert context.parameters is not None
+    _process(program)
+    program.look_up(maps.pinners)
+    program.end_unless(RESULT, "!=", 0)
+    record = _Record(program, number, 1)
+    record.copy_context(0, context.parameters[0])
+    if many:
+        record.get(_AT, 0)
+        record.read(0, _AT, 0)
+    record.send()
+    program.code.end()
     return program.bytes()
 
 

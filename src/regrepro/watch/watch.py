@@ -13,7 +13,7 @@ import struct
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +28,7 @@ from regrepro.kernel.node import node_facts
 from regrepro.kernel.release import kernel_series
 from regrepro.record import Record, RecordProblem
 from regrepro.watch import evidence as look
+from regrepro.watch.again import EVENT, Again, Waiting, no_look
 from regrepro.watch.bpf_engine import BpfEngine
 from regrepro.watch.copies import Copies, Copy, devices_are_gone, system_copies
 from regrepro.watch.engine import Engine, find_bpftrace, require_rights
@@ -73,6 +74,7 @@ PINS: dict[str, tuple[str, ...]] = {
     "off": (),
     "driver": ("pin_user_pages",),
     "all": ("pin_user_pages", "pin_user_pages_remote"),
+    "unpins": ("pin_user_pages", "pin_user_pages_remote"),
 }
 
 
@@ -156,6 +158,7 @@ class Watch:
         self._launched: list[str] = []  # the copies that the latest engine follows
         self._evidence: dict[int, Evidence] = {}
         self._done: list[tuple[Failure, Evidence]] = []
+        self._again = Again()
         self._layers: dict[Any, tuple[str, str]] = {}
         self._suppressed: dict[tuple[str, str, str], int] = {}
         self._unjudged: dict[
@@ -280,6 +283,7 @@ class Watch:
             self._layout,
             plain_pins=PINS[self.options.pins],
             longterm=self._flags.values.get("FOLL_LONGTERM", 0),
+            unpins=self.options.pins == "unpins",
             account=self._account if self.options.registrations else None,
         )
         try:
@@ -346,11 +350,16 @@ class Watch:
         correlator.on_open = self._opened
         correlator.device_is_gone = devices_are_gone
         correlator.on_pin = self._observer.remember
+        correlator.on_unpin = self._observer.unpinned
         return correlator
 
     def _launch(self) -> Engine:
         assert self._bpftrace is not None
         path, version = self._bpftrace
+        if self.options.pins == "unpins":
+            self._functions.missing |= {
+                item.name: "bpftrace follows no unpins" for item in self._functions.unpins
+            }
         program = make_program(
             self._functions,
             self._copies.libraries(),
@@ -489,6 +498,8 @@ class Watch:
                 due.append(metrics_due)
             if self._suppressed or self._unjudged:
                 due.append(suppressed_due)
+            if self._again.next_due is not None:
+                due.append(self._again.next_due)
             if self.options.duration:
                 due.append(begin + self.options.duration)
             idle = max(0.0, min(due) - time.monotonic())
@@ -498,6 +509,7 @@ class Watch:
                 engine.correlator.overdue(now)
             self._ask_for_the_kernels_word(now)
             self._settle(now)
+            self._look_again(now)
             self._count_lost()
             self._watch_engines(now)
             self._follow_copies(now)
@@ -515,8 +527,9 @@ class Watch:
                 suppressed_due = now + _SUPPRESSED_SECONDS
             if self._rotate_asked or self._output.due():
                 self._rotate_asked = False
-                self._output.begin()
-            if self.options.limit and self.metrics.total >= self.options.limit:
+                self._begin_next()
+            enough = bool(self.options.limit) and self.metrics.total >= self.options.limit
+            if enough and not self._again.waiting:
                 break
             if self.options.duration and now - begin >= self.options.duration:
                 break
@@ -547,7 +560,7 @@ class Watch:
             self._engine = self._start_bpf() or self._start_bpftrace()
             self._missed_seen = None
             if self._engine_name() != name:
-                self._output.begin()
+                self._begin_next()
             self.metrics.watching = int(self._engine.attached)
         if self._next is not None:
             if self._next.ended:
@@ -712,16 +725,10 @@ class Watch:
         lost = self._lost_near(happened, failure.since)
         missed = None if self._missed_seen is None else self._misses.near(happened, failure.since)
         trace = self._observer.trace(failure, lost, missed)
-        events: list[dict[str, Any]] = []
-        try:
-            for kind, keys in look.record_events(seen, trace, name):
-                seq = self._output.event(kind, **keys)
-                events.append({"seq": seq, "t": 0.0, "event": kind, **keys})
+        item = Waiting(failure, seen, trace, name)
+        if self._write(item.events()):
             self._output.written += 1
-        except RecordProblem as problem:
-            self.metrics.record_problems += 1
-            self._say(str(problem))
-        verdict = self._judge(events)
+        verdict = self._judge(item)
         layer = str(verdict.get("layer") or "unknown")
         bug = verdict.get("class") or {}
         kind = f"{bug.get('name')} {bug.get('state')}" if bug else ""
@@ -730,24 +737,60 @@ class Watch:
         self._layers[failure.key()] = layer, kind
         self._count_unjudged()
         self.metrics.failed(layer, kind)
-        self._show(failure, seen, verdict, name)
+        self._show(item, verdict)
+        if bug and seen.frames is not None:
+            why = self._again.take(item)
+            if why:
+                self._write([item.add(no_look(why))])
 
-    def _judge(self, events: list[dict[str, Any]]) -> dict[str, Any]:
+    def _write(self, events: Iterable[tuple[str, dict[str, Any]]]) -> bool:
+        """Write events into the record; whether that could be done."""
+        try:
+            for kind, keys in events:
+                self._output.event(kind, **keys)
+        except RecordProblem as problem:
+            self.metrics.record_problems += 1
+            self._say(str(problem))
+            return False
+        return True
+
+    def _look_again(self, now: float) -> None:
+        """Look again at frames that were left behind; after the last look say whether class B is proven."""
+        for item in self._again.due(now):
+            self._write([item.add(self._observer.look_at_frames(item.evidence))])
+            if not item.looks[-1]["ended"] and len(item.looks) < len(look.LOOKS):
+                continue
+            self._again.waiting.remove(item)
+            verdict = self._judge(item)
+            if (verdict.get("class") or {}).get("state") == "proven":
+                self.metrics.proven += 1
+                self._show(item, verdict)
+
+    def _begin_next(self) -> None:
+        """Begin a new record. What is not decided in the one that is completed goes on in the new one."""
+        waiting = self._again.waiting
+        for item in waiting:
+            item.add(no_look("this record was completed before; the next one has this failure, too"))
+            self._write([(EVENT, item.looks.pop())])
+        self._output.begin()
+        for item in waiting:
+            self._write(item.events())
+
+    def _judge(self, item: Waiting) -> dict[str, Any]:
         from regrepro import judge
 
-        end = {
-            "seq": (events[-1]["seq"] + 1) if events else 1,
-            "t": 0.0,
-            "event": "run-end",
-            "outcome": "finished",
-        }
-        plain = json.loads(json.dumps([*events, end], default=_plain))
-        memory = {"seq": (events[0]["seq"] - 1) if events else 0, "t": 0.0, "event": "memory-map"}
-        memory.update(self._observer.memory_map.as_record())
-        verdicts = judge.judge_record(Record(self._last_header, [memory, *plain]))["verdicts"]
+        events = [
+            ("memory-map", self._observer.memory_map.as_record()),
+            *item.events(),
+            ("run-end", {"outcome": "finished"}),
+        ]
+        made = [{"seq": seq, "t": 0.0, "event": kind, **keys} for seq, (kind, keys) in enumerate(events)]
+        plain = json.loads(json.dumps(made, default=_plain))
+        verdicts = judge.judge_record(Record(self._last_header, plain))["verdicts"]
         return verdicts[0] if verdicts else {}
 
-    def _show(self, failure: Failure, seen: Evidence, verdict: dict[str, Any], name: str) -> None:
+    def _show(self, item: Waiting, verdict: dict[str, Any]) -> None:
+        failure, seen, name = item.failure, item.evidence, item.name
         if self.options.as_json:
             line = {
                 "record": str(self._output.path),
@@ -762,6 +805,7 @@ class Watch:
                 "length": failure.length,
                 "layer": verdict.get("layer"),
                 "class": verdict.get("class"),
+                "looked_for_seconds": item.looks[-1]["after_seconds"] if item.looks else seen.again_after,
                 "reason": verdict.get("reason"),
             }
             print(json.dumps(line), flush=True)
@@ -903,6 +947,7 @@ class Watch:
         self.metrics.copies = len(self._copies.known)
         self.metrics.copies_not_followed = len(self._copies.problems)
         self.metrics.registrations = self._account.totals()
+        self.metrics.not_looked_at = self._again.left_out
         if self.options.metrics is not None:
             try:
                 self.metrics.write(self.options.metrics)
@@ -921,6 +966,9 @@ class Watch:
                 engine.stop()
                 self._flush(engine)
         self._settle(time.monotonic(), all_of_them=True)
+        for item in self._again.waiting:
+            self._write([item.add(no_look("watch ended before"))])
+        self._again.waiting.clear()
         self.metrics.watching = 0
         if self._engine is not None or self.metrics.engine_restarts:  # it watched
             self._count_lost()

@@ -1,0 +1,87 @@
+"""Failures whose frames are looked at again for half a minute: does what holds them outlast I/O?
+
+Nothing is done to the process, and little is kept: how many wait, and of how many pages, has a bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from regrepro.watch import evidence as look
+from regrepro.watch.events import Failure
+from regrepro.watch.evidence import LOOKS, Evidence
+
+KEPT, KEPT_PAGES = 64, 131_072
+EVENT = "look"
+
+
+@dataclass
+class Waiting:
+    """A failure that was recorded as `name`, and what later looks saw (the keys of their events)."""
+
+    failure: Failure
+    evidence: Evidence
+    trace: dict[str, Any]
+    name: str
+    looks: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def due(self) -> float:
+        """When it is to be looked at next (time.monotonic())."""
+        return self.failure.since + LOOKS[len(self.looks)]
+
+    @property
+    def pages(self) -> int:
+        """Pages that are kept of it."""
+        return sum(state.pages for state in (self.evidence.pages, self.evidence.again) if state is not None)
+
+    def add(self, seen: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        """Keep what a look saw; return its event."""
+        label = {"scenario": "watch", "variant": self.name, "control": None, "registration": 1}
+        self.looks.append({**label, **seen})
+        return EVENT, self.looks[-1]
+
+    def events(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the events of its whole pass."""
+        yield from look.record_events(self.evidence, self.trace, self.name)
+        for keys in self.looks:
+            yield EVENT, keys
+
+
+class Again:
+    """Those that wait for their next look."""
+
+    def __init__(self) -> None:
+        self.waiting: list[Waiting] = []
+        self.left_out = 0
+
+    def take(self, item: Waiting) -> str:
+        """Keep a failure for later looks; return why not, where there are too many."""
+        if len(self.waiting) >= KEPT or sum(one.pages for one in self.waiting) + item.pages > KEPT_PAGES:
+            self.left_out += 1
+            return f"{len(self.waiting)} other failures were being looked at again"
+        self.waiting.append(item)
+        return ""
+
+    def due(self, now: float) -> list[Waiting]:
+        """Return those whose next look is due."""
+        return [item for item in self.waiting if now >= item.due]
+
+    @property
+    def next_due(self) -> float | None:
+        """When the next look is due, None where none is."""
+        return min((item.due for item in self.waiting), default=None)
+
+
+def no_look(ended: str) -> dict[str, Any]:
+    """Return the keys of a look that there was not, with the reason."""
+    return {
+        "after_seconds": None,
+        "address": None,
+        "length": None,
+        "pages": None,
+        "lists": None,
+        "ended": ended,
+    }
