@@ -31,11 +31,11 @@ c/. Needs busybox-static, iproute2, libibverbs-dev with libnl's static libraries
     cat >root/init <<'END'
     #!/bin/busybox sh
     export PATH=/bin
-    busybox --install -s /bin
+    /bin/busybox --install -s /bin
     mount -t proc proc /proc; mount -t sysfs sys /sys; mount -t devtmpfs dev /dev
     for n in $(seq 1 99); do [ -e /modules/$n.ko ] && insmod /modules/$n.ko; done
-    ip link add dummy0 type dummy; ip addr add 10.99.0.1/24 dev dummy0; ip link set dummy0 up
-    rdma link add rxe0 type rxe netdev dummy0; sleep 1
+    ip link add soft0 type dummy; ip addr add 10.99.0.1/24 dev soft0; ip link set soft0 up
+    rdma link add rxe0 type rxe netdev soft0; sleep 1
     program; echo "exit status $?"
     poweroff -f
     END
