@@ -124,12 +124,10 @@ def memory_map(work: Work) -> list[Row]:
         pageblocks._read_section_structs = repeated
         try:
             for _ in range(max(3, work.rounds)):
-                builder = memorymap._Builder(None)
-                builder.zones = zones
                 started = time.perf_counter()
                 sections = pageblocks.read_sections(kcore, layout, whole)
                 pageblocks.count_blocks(sections, zones, page_zones)
-                builder._draw_from_bitmap(sections, page_zones)
+                memorymap._draw(sections, zones, page_zones)
                 best = min(best, time.perf_counter() - started)
         finally:
             pageblocks._read_section_structs = structs
