@@ -138,6 +138,13 @@ def succeeding_trace(before: dict[str, Any] | None, after: dict[str, Any] | None
     return made
 
 
+def _trace_of(errno: str | None, before: dict[str, Any] | None, after: dict[str, Any] | None) -> Any:
+    """Of ENOMEM that of pages that would not move; of another errno one in which no function was reached."""
+    if errno == "ENOMEM":
+        return failing_trace((before or after or {"pages": 8})["pages"])
+    return trace() if errno else succeeding_trace(before, after)
+
+
 def migration(
     succeeded: int, failed: int, returned: int | None, reason: str = "longterm_pin"
 ) -> list[dict[str, Any]]:
@@ -311,7 +318,7 @@ class Builder:
                 "before": before,
                 "after": after,
                 "pins": [{"pin": pin, "alive_before": True, "alive_after": True} for pin in pins],
-                "trace": failing_trace(pages) if errno == "ENOMEM" else succeeding_trace(before, after),
+                "trace": _trace_of(errno, before, after),
                 "stand_in": "rdma_rxe",
                 **keys,
             },

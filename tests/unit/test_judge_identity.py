@@ -233,7 +233,8 @@ def test_a_function_that_pins_nothing_is_not_blamed_for_a_stranger_s_pin(kind: s
     pin["before"]["refcount"] = pin["after"]["refcount"]  # it stood before mine.pin was called
     found = first(record)
     assert (found["verdict"], found["pin_owner"]) == ("unmet", "unknown")
-    assert "did not rise when mine.pin was called" in found["reason"]
+    [flaw] = [need["why"] for need in found["unmet"] if need["need"] == "consistency"]
+    assert "put no pin on page 0-7" in flaw
     assert found["evidence"]["pin_contract"]["value"]["1"]["contract"] == "unknown"
 
 

@@ -48,11 +48,18 @@ UMEM_EARLY = returns(("__ib_umem_get_va", -12), ("rxe_reg_user_mr", -12))
 UMEM_REFUSED = returns(("__ib_umem_get_va", -1), ("rxe_reg_user_mr", -1))
 
 
+VERBS = ("pin_user_pages_fast", "__ib_umem_get_va", "rxe_reg_user_mr")
+IO_URING = ("pin_user_pages_fast", "io_pin_pages", "io_sqe_buffers_register")
+
+
 def stopped_at(
-    page: int, flags: tuple[str, ...] = ("FOLL_WRITE", "FOLL_LONGTERM"), errno: int = -14
+    page: int,
+    flags: tuple[str, ...] = ("FOLL_WRITE", "FOLL_LONGTERM"),
+    errno: int = -14,
+    path: tuple[str, ...] = VERBS,
 ) -> dict[str, Any]:
     """A trace in which pinning stopped at a page of the buffer."""
-    traced = returns(("pin_user_pages_fast", errno), ("__ib_umem_get_va", errno), ("rxe_reg_user_mr", errno))
+    traced = returns(*((name, errno) for name in path))
     traced["events"][0]["args"] = {"start": ADDRESS + page * PAGE, "nr_pages": 8 - page, "flags": list(flags)}
     return traced
 
@@ -151,7 +158,13 @@ FILES: dict[str, tuple[Record, tuple[str, str]]] = {
         UNDECIDED,
     ),
     "io_uring pins for writing": (
-        failed("EFAULT", stopped_at(0), buffer=FILE, access=[], verb="io_uring_register_buffers"),
+        failed(
+            "EFAULT",
+            stopped_at(0, path=IO_URING),
+            buffer=FILE,
+            access=[],
+            verb="io_uring_register_buffers",
+        ),
         REFUSED,
     ),
     "io_uring's own refusal of a file": (

@@ -230,7 +230,8 @@ def series(builder: Builder, *, refused: int | None, again: str | None, kept: in
         after=state(moved, pinned),
     )
     builder.release(state(moved))
-    builder.register(state(moved), state([*moved[:4], *OUT[4:6], *CMA[6:]]), 3, **own)
+    after = state([*moved[:4], *OUT[4:6], *CMA[6:]], [1] * 4 + [1025] * 2 + [1] * 2)
+    builder.register(state(moved), after, 3, **own, trace=of_two_pages(place))
     builder.end()
 
 
@@ -238,8 +239,17 @@ def series_control(builder: Builder) -> None:
     builder.begin(control="no-pin", contract="none", controls={"no-pin": "pin=none"})
     pages = [pfn + 400 for pfn in CMA]
     builder.buffer(state(pages))
-    builder.register(state(pages), state([*OUT[:2], *pages[2:]]), 1, length=2 * PAGE)
+    after = state([*OUT[:2], *pages[2:]], [1025] * 2 + [1] * 6)
+    builder.register(state(pages), after, 1, length=2 * PAGE, trace=of_two_pages(build.ADDRESS))
     builder.end()
+
+
+def of_two_pages(start: int) -> dict[str, Any]:
+    """The trace of a registration of two pages that moved."""
+    made = build.returns(("pin_user_pages_fast", 2), ("__ib_umem_get_va", 1), ("rxe_reg_user_mr", 1))
+    made["events"][0]["args"] = {"start": start, "nr_pages": 2, "flags": ["FOLL_WRITE", "FOLL_LONGTERM"]}
+    made["events"][:0] = build.migration(2, 0, 0)
+    return made
 
 
 def test_what_a_series_could_not_register_is_the_proof() -> None:
@@ -280,6 +290,7 @@ def test_a_finding_knows_the_events_that_it_rests_on() -> None:
     run = facts.passes[0]
     case = Case(facts, run, run.registrations[0], run.buffers[1])
     due = {
+        build.find(record, "buffer")["seq"],
         build.find(record, "pin")["seq"],
         build.find(record, "register")["seq"],
         build.find(record, "release")["seq"],

@@ -540,7 +540,7 @@ TABLE: dict[str, tuple[Callable[[], Record], Edit, str, str]] = {
     "order: a success under the same pin": (
         reproduced,
         succeeded_first,
-        "other-failure",
+        "unmet",
         "order",
     ),
     "order: its evidence contradicted": (
@@ -628,7 +628,7 @@ TABLE: dict[str, tuple[Callable[[], Record], Edit, str, str]] = {
     "references: somebody else's": (
         reproduced,
         both(counts("register", "before", OTHERS_PIN), counts("register", "after", OTHERS_PIN)),
-        "other-failure",
+        "unmet",
         "references",
     ),
     "references: a success that pinned nothing": (
@@ -936,6 +936,9 @@ def kept_series(builder: Builder) -> None:
     builder.buffer(state(OUT))
     builder.pin(state(OUT), state(OUT, 1025))
     builder.register(state(OUT, 1025), state(OUT, 2049), pins=[1])
+    length = len(OUT) * build.PAGE
+    for number in (2, 3, 4):
+        builder.event("registered", series=1, number=number, address=build.ADDRESS, length=length, errno=None)
     builder.event("register-many", series=1, buffer=1, count=4, keep=True, succeeded=4, errno=None)
     builder.release(state(OUT, 1 + 4 * 1024))
 

@@ -43,10 +43,16 @@ def without(record: Record, argument: str, why: str) -> Record:
     return record
 
 
+BY_IO_URING = {"rxe_reg_user_mr": "io_sqe_buffers_register", "__ib_umem_get_va": "io_pin_pages"}
+
+
 def by_io_uring(record: Record) -> Record:
     for event in record.events:
         if event["event"] == "register":
             event |= {"verb": "io_uring_register_buffers", "device": "io_uring"}
+            for step in (*event["trace"]["events"], *event["trace"]["tree"]):
+                if step.get("fn") in BY_IO_URING:
+                    step["fn"] = BY_IO_URING[step["fn"]]
     return record
 
 
@@ -163,13 +169,23 @@ def test_a_stand_in_is_a_driver_in_the_lab_alone_and_only_the_chosen_one() -> No
     assert "is a stand-in" in answer(verdicts, "driver", other).line
 
 
+def by_the_driver(flags: list[str], moved: int) -> dict[str, Any]:
+    """The trace of a pin that NVIDIA's module took."""
+    stack = ["os_lock_user_pages [nvidia]"]
+    args = {"start": build.ADDRESS, "nr_pages": 8, "flags": flags}
+    call = {"t": 0.3, "fn": "pin_user_pages", "ret": 8, "caller": stack[0], "stack": stack, "args": args}
+    return build.trace(events=[*(build.migration(moved, 0, 0) if moved else []), call])
+
+
 def test_cuda_is_a_driver_anywhere() -> None:
     for record, code in ((fixed(), 0), (old(), 10)):
         for event in record.events:
             if event["event"] == "pin" and event["control"] is None:
-                event["owner"] = "cuda"
+                moves = event["kind"] == "longterm"
+                flags = ["FOLL_WRITE", *(["FOLL_LONGTERM"] if moves else [])]
+                event |= {"owner": "cuda", "trace": by_the_driver(flags, moved=8 if moves else 0)}
         record.header["lab"] = None
-        record.header["node"]["nvidia_driver"] = "550.67"
+        record.header["node"] |= {"nvidia_driver": "550.67", "nvidia_module": True}
         header, verdicts = judged(record)
         found = answer(verdicts, "driver", header)
         assert found.code == code and "NVIDIA driver 550.67" in found.line

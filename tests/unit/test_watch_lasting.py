@@ -136,7 +136,7 @@ def test_each_thing_that_is_missing_makes_it_likely(change: dict[str, Any], why:
 def test_as_many_pages_are_known_as_were_left_behind() -> None:
     pages = Pages("cma", 1025)
     pages.state |= {"place": [[0, 5, "cma"], [5, 3, "ordinary"]]}
-    verdict = held(pages=pages)
+    verdict = held(pages=pages, again=pages)
     assert verdict["class"]["state"] == "likely" and "5 pages of that part" in verdict["reason"]
 
 
