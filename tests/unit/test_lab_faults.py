@@ -144,7 +144,7 @@ def test_the_table_of_attacks_has_every_attack_and_no_wrong_cell() -> None:
     text = (root / "docs/verdicts.md").read_text(encoding="utf-8")
     table = text.partition("<!-- attacks: begin -->")[2].partition("<!-- attacks: end -->")[0]
     rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", table, re.M))
-    files = (root / "tests/attacks").glob("*.py")
+    files = (root / "tests/attacks").rglob("*.py")
     declared = {item.name for file in files for item in load_file(file)}
     assert set(rows) == declared, "run ./scripts/attack-table"
     assert [name for name, cells in rows.items() if re.search(r"WRONG|not run|error", cells)] == []

@@ -371,7 +371,7 @@ def test_shipped_scenarios_are_found_and_this_projects_tests_are_not() -> None:
     assert shipped
     assert all(is_scenario_file(file) for file in shipped)
     found = {file for file in (root / "tests").rglob("*.py") if is_scenario_file(file)}
-    assert found == set((root / "tests" / "attacks").glob("*.py"))  # attacks on the verdicts are scenarios
+    assert found == set((root / "tests" / "attacks").rglob("*.py"))  # attacks on the verdicts are scenarios
 
 
 def test_the_plugin_is_declared() -> None:
