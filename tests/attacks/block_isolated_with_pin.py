@@ -22,7 +22,7 @@ from regrepro.kernel.memoryblocks import MemoryBlock, block_size
         }
     },
     controls={"no-pin": change(pin="none")},
-    timeout=300,  # offlining drains every CPU's LRU batches again and again, and so does the registration
+    timeout=300,  # offlining drains the LRU batches of every CPU without end, and so does the registration
 )
 def block_isolated_with_pin(stage: Stage) -> None:
     """Look for a page whose block can be isolated, pin it, isolate it, register it."""
