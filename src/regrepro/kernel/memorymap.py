@@ -691,9 +691,11 @@ def _place_of(
     online = sections.online(pfns, rows)
     types = sections.types_of(pfns, rows)
     number, node = page_zones.of(pfns)
-    known = [i for i, name in enumerate(layout.zone_names) if name != "Device"]
-    code = _codes(layout, types, np.isin(number, [i for i in known if layout.zone_names[i] == "Movable"]))
-    certain = online & np.isin(number, known) & (types < layout.types)
+    # Looked up and not searched for: this is done around each registration. The last answers for no zone, -1.
+    names = (*layout.zone_names, "")
+    zone = np.minimum(number, len(names) - 1)
+    code = _codes(layout, types, np.array([name == "Movable" for name in names])[zone])
+    certain = online & np.array([name not in ("Device", "") for name in names])[zone] & (types < layout.types)
     return np.where(certain, code, np.uint8(UNKNOWN)), np.where(certain, node, -1).astype(np.int32)
 
 
