@@ -134,9 +134,23 @@ class Observer:
             return
         self._framed_at = now
         pin.frames = _frames_at(pin.pid, pin.start // PAGE_SIZE * PAGE_SIZE, pin.pages)
+        self._check_frames(pin)
         self._framed.append(pin)
         if len(self._framed) > _FRAMES_KEPT:
             self._framed.popleft().frames = None
+
+    def _check_frames(self, pin: PlainPin) -> None:
+        """Where other pages were mapped since a pin was made, what was read there is not what was pinned: the
+        first page is known, which the kernel told.
+        """
+        pinned = self._pfn_of(pin.page) if pin.page else None
+        if pinned is None:
+            return
+        there = pin.frames
+        if there is None:
+            there = _frames_at(pin.pid, pin.start // PAGE_SIZE * PAGE_SIZE, 1)
+        if there is None or pinned not in there[:1]:
+            pin.frames = np.array([pinned], dtype=np.int64)
 
     def unpinned(self, pid: int, ns: int, page: int) -> None:
         """Keep that a process unpinned pages, `page` first (its struct): its last pin of that has ended."""
@@ -355,6 +369,8 @@ class Observer:
         for pin in pins:
             start = pin.start // PAGE_SIZE * PAGE_SIZE
             if start < end and start + pin.pages * PAGE_SIZE > first:
+                if pin.frames is None:
+                    self._check_frames(pin)
                 held = _is_held(pin) if last[pin.tid] is pin else _ended(pin)
                 yield pin, False if pin.ended else held
 
