@@ -241,6 +241,31 @@ def test_the_owner_is_who_pinned_these_frames_and_holds_them(pins: Any, owner: s
     assert verdict["pin_owner"] == owner and verdict["class"]["state"] == "proven", verdict["reason"]
 
 
+@pytest.mark.parametrize(
+    ("change", "state_then"),
+    [
+        ({"held": False}, "likely"),
+        ({"held": True, "age_seconds": -2.0}, "likely"),
+        ({"held": None, "pfn": None}, "likely"),
+        ({"held": True, "nr_pages": 1, "pfn": [[0, 4096, 1]]}, "likely"),
+        ({"held": True, "pfn": [[0, 9000, 8]]}, "proven"),
+        ({"held": True, "start": ADDRESS + 8 * 4096, "pfn": None}, "proven"),
+        ({"held": True, "flags": ["FOLL_LONGTERM"]}, "proven"),
+    ],
+)
+def test_a_pin_that_came_or_went_between_looks_may_be_another(
+    change: dict[str, Any], state_then: str
+) -> None:
+    looks = with_look(2, pins=[pin(**{**OF_VM, **change})])
+    verdict = held(plain_pins=[pin(**OF_VM)], looks=looks)
+    assert verdict["class"]["state"] == state_then, verdict["reason"]
+    assert ("may be another's" in verdict["reason"]) == (state_then == "likely")
+    # A FOLL_GET is no such pin's.
+    assert (
+        got(looks=[{**look, "pins": looks[2]["pins"]} for look in lasting(2)])["class"]["state"] == "proven"
+    )
+
+
 def test_a_function_that_makes_a_foll_pin_is_not_blamed_for_one_reference() -> None:
     verdict = got(plain_pins=[pin(), pin(**OF_VM)])
     assert verdict["class"]["state"] == "proven" and verdict["pin_owner"] == "unknown"
@@ -358,6 +383,7 @@ def test_the_frames_are_those_of_the_call_that_failed() -> None:
 def test_a_look_says_that_the_process_is_another_or_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     made = observer()
     monkeypatch.setattr(made, "_snapshot", lambda *_: waiting().evidence.pages)
+    monkeypatch.setattr(made, "_pins", {}, raising=False)
     seen = watched_failure()
     assert made.look_at_frames(seen)["ended"] == "" and made.look_at_frames(seen)["pages"]["pages"] == 8
     seen.process.facts["starttime"] += 1
@@ -409,6 +435,20 @@ def test_a_process_vm_pin_is_held_while_its_thread_is_in_that_call(remembering: 
     # A call lets go of one part of its pages before it pins the next.
     assert remembering(plain(5), plain(6, start=ADDRESS + (1 << 20))) == [(5, False)]
     assert remembering(plain(5, stack=["os_lock_user_pages+1"])) == [(5, None)]
+
+
+def test_a_look_tells_the_pins_that_came_or_went_since_the_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = observer()
+    pins = {number: plain(number * 1_000_000, pages=4) for number in (1, 2, 50, 60)}
+    now = {1: False, 2: True, 50: None, 60: False}
+    found = [(pins[number], now[number]) for number in pins]
+    monkeypatch.setattr(made, "_pins_on", lambda *_: iter(found))
+    seen = Evidence(Failure(6, 6, "app", 40_000_000), Process(6))
+    seen.pins = [(pins[1], True), (pins[2], True)]
+    told_then = made._changed_pins(seen, ADDRESS, 4 * PAGE_SIZE)
+    assert [(one["held"], one["age_seconds"] < 0) for one in told_then] == [(False, False), (None, True)]
+    seen.pins = [(pins[1], None)]  # it may have ended before
+    assert [one["held"] for one in made._changed_pins(seen, ADDRESS, 4 * PAGE_SIZE)] == [None]
 
 
 def test_a_pin_from_before_the_process_started_is_of_another(remembering: Any) -> None:

@@ -183,6 +183,10 @@ def _not_held(left: LeftBehind, look: Look, seen: dict[int, list[Excess]]) -> st
         return f"what is left on {len(free)} of {number} pages {after} may be of a per-CPU LRU batch"
     if free:
         return f"the references were gone from {len(free)} of {number} pages {after}, as after I/O in flight"
+    for pin in look.pins if _by_pins(left) else []:
+        if "FOLL_LONGTERM" not in (pin.get("flags") or []) and _touches(left, pin):
+            what = "had ended" if pin.get("held") is False else "was made since"
+            return f"a pin by {pin.get('fn')} {what} {after}, so that what is seen may be another's"
     for page, excess in known.items():
         seen[page].append(excess)
     return ""
@@ -239,22 +243,36 @@ def _holder(left: LeftBehind) -> tuple[str, Check]:
 
 
 def _covers(left: LeftBehind, pin: Mapping[str, Any]) -> bool:
-    """Whether a pin is of all of these frames: as it found them, or by the addresses where they lie. A pin of
-    one page of a large folio is of that folio.
+    """Whether a pin is of all of these frames. A pin of one page of a large folio is of that folio."""
+    theirs = _pages_of(left, pin)
+    if theirs is None:
+        return False
+    if not left.frames:
+        return bool(left.told_frames) and isinstance(pin.get("pfn"), list) and left.told_frames <= theirs
+    return all(theirs & folio for folio in left.folios)
+
+
+def _touches(left: LeftBehind, pin: Mapping[str, Any]) -> bool:
+    """Whether a pin is of any of these frames."""
+    theirs = _pages_of(left, pin)
+    return theirs is not None and any(theirs & folio for folio in left.folios)
+
+
+def _pages_of(left: LeftBehind, pin: Mapping[str, Any]) -> set[int] | None:
+    """The pages of the range that a pin holds: as it found their frames, or by the addresses where they lie;
+    where the range's frames are not known the PFNs themselves. None where that is not known.
     """
     runs = pin.get("pfn")
     if isinstance(runs, list):
         theirs = {value + step for _, value, count in runs for step in range(count)}
-        if not left.frames:
-            return bool(left.told_frames) and left.told_frames <= theirs
-        return all(any(left.frames[page] in theirs for page in folio) for folio in left.folios)
+        return {page for page, pfn in left.frames.items() if pfn in theirs} if left.frames else theirs
     start, pages = whole_number(pin.get("start")), whole_number(pin.get("nr_pages"))
     buffer = left.run.buffers.get(left.registration.buffer)
     if start is None or pages is None or buffer is None or not left.frames:
-        return False
+        return None
     size = buffer.page_size
     first = start // size - buffer.address // size
-    return all(any(first <= page < first + pages for page in folio) for folio in left.folios)
+    return {page for page in left.frames if first <= page < first + pages}
 
 
 def _owner(pin: Mapping[str, Any]) -> str:

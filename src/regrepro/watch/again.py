@@ -91,4 +91,5 @@ def no_look(ended: str) -> dict[str, Any]:
         "pages": None,
         "lists": None,
         "ended": ended,
+        "pins": None,
     }

@@ -47,6 +47,7 @@ drivers/scsi/sd.h).
 LOOK_PAGES = PAGE_SIZE // 8
 # Bits of /proc/kpageflags that tell whether a per-CPU batch may refer to a page (docs/record.md, `look`).
 _LISTS = {5: "lru", 6: "active", 33: "mlocked"}
+_CHANGED_KEPT = 16  # of pins that came or went between looks
 _PIN_KEPT = 512
 _FRAMES_PAGES, _FRAMES_KEPT, _FRAMES_SECONDS = 1024, 1024, 0.02  # of pins whose frames are read at once
 KPAGEFLAGS = Path("/proc/kpageflags")
@@ -255,7 +256,20 @@ class Observer:
         if state is not None:
             seen["pages"] = state.as_record()
             seen["lists"] = _lists(state)
-        return {**seen, "ended": ended}
+        return {**seen, "ended": ended, "pins": self._changed_pins(evidence, address, length)}
+
+    def _changed_pins(self, evidence: Evidence, address: int, length: int) -> list[dict[str, Any]]:
+        """Return the pins on a range that were made since a failure and may be held, and those that were held
+        then and have ended.
+        """
+        failure = evidence.failure
+        held = {id(pin) for pin, was in evidence.pins if was}
+        changed = [
+            (pin, now)
+            for pin, now in self._pins_on(failure, address, length)
+            if (now is False and id(pin) in held) or (now is not False and pin.ns > failure.ns)
+        ]
+        return [self._told_pin(pin, now, failure) for pin, now in changed[-_CHANGED_KEPT:]]
 
     def _snapshot(self, pid: int, first: int, length: int) -> PageState:
         """Read the pages of a process, and where they lie at this moment. Raises OSError."""
