@@ -579,15 +579,17 @@ def test_plain_pins_have_the_names_of_their_stack(
     number = number_of(made, "_plain_pin", "pin_user_pages")
     for stack in ((1, 2, 0xFF), (2, 1), (3,)):
         words = [*stack, *[0] * (programs.STACK_FRAMES - len(stack))]
-        feed(kernel, number, 0x1000, 512, 0x41, 8 * len(stack), *words)
-    feed(kernel, number, 0x1000, 512, 0x41, -14, *[0] * programs.STACK_FRAMES)
+        feed(kernel, number, 0x1000, 512, 0x41, 0xFFFF, 8 * len(stack), *words)
+    feed(kernel, number, 0x1000, 512, 0x41, 0, -14, *[0] * programs.STACK_FRAMES)
     made.take(LATER)
-    assert told.pins[0] == PlainPin(1000, 7, 6, "pin_user_pages", 0x1000, 512, 0x41, ["f1+1", "f2+1", "0xff"])
+    stack_told = ["f1+1", "f2+1", "0xff"]
+    first = PlainPin(1000, 7, 6, "pin_user_pages", 0x1000, 512, 0x41, stack_told, page=0xFFFF)
+    assert told.pins[0] == first
     # Symbols are read at most once in some seconds: what came since is an address.
     assert [pin.stack for pin in told.pins[1:]] == [["f2+1", "f1+1"], ["0x3"], []]
     assert asked == [[1, 2, 0xFF]]
     made._symbols_read = float("-inf")
-    feed(kernel, number, 0x1000, 512, 0x41, 8, 3, *[0] * (programs.STACK_FRAMES - 1))
+    feed(kernel, number, 0x1000, 512, 0x41, 0, 8, 3, *[0] * (programs.STACK_FRAMES - 1))
     made.take(LATER)
     assert told.pins[-1].stack == ["f3+1"] and len(asked) == 2
     made.stop()

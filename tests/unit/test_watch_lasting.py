@@ -64,6 +64,8 @@ def test_what_a_foll_get_and_a_foll_pin_make_is_proven_over_half_a_minute() -> N
         (lasting()[:3], "they lasted 10.0 s"),
         ([lasting()[0], lasting()[3]], "they lasted 31.0 s"),
         ([*lasting()[:2], later(5.0), later(29.9)], "they lasted 29.9 s"),
+        ([later(26.0), later(26.1), later(26.2), later(31.0)], "less than 3 looks that lay apart"),
+        ([later(36.0), later(38.0), later(45.0), later(66.0)], "not looked at for 36 s"),
         (replaced(1, later(3.0, 1)), "gone from 8 of 8 pages 3.0 s later"),
         (replaced(3, later(31.0, 1)), "gone from 8 of 8 pages 31.0 s later"),
         (replaced(1, later(3.0, refcount=1, words="")), "gone from 8 of 8"),
@@ -148,9 +150,17 @@ def test_page_cache_counts_among_what_is_due() -> None:
     assert verdict["class"]["state"] == "likely" and "no reference beyond" in verdict["reason"]
 
 
-def of_a_large_folio(pincount: int = 8, looked: int = 8, moment: int | None = 8) -> dict[str, Any]:
+def of_a_large_folio(
+    pincount: int = 8,
+    looked: int = 8,
+    moment: int | None = 8,
+    *,
+    mapcount: int = 0,
+    count: int = 1,
+    pins: Any = (),
+) -> dict[str, Any]:
     seen = Seen()
-    lines = [text.replace("M|7|100|8|9", "M|7|100|1|9") for text in held_pin()]
+    lines = [text.replace("M|7|100|8|9", f"M|7|100|{count}|9") for text in held_pin()]
     seen.lines(*lines, LIBRARY)
     large: dict[str, Any] = {
         "traits": [[0, 8, "anonymous exclusive large"]],
@@ -165,8 +175,9 @@ def of_a_large_folio(pincount: int = 8, looked: int = 8, moment: int | None = 8)
         length=32768,
         vma="7f0000000000-7f0000008000 rw-p 00000000 00:00 0 ",
         pages=pages,
-        stuck=told(refcount=17, mapcount=0, **({} if moment is None else {"pincount": moment})),
+        stuck=told(refcount=17, mapcount=mapcount, **({} if moment is None else {"pincount": moment})),
         looks=lasting(8 + looked, "lru", **large),
+        plain_pins=list(pins),
     )
 
 
@@ -175,6 +186,20 @@ def test_pins_of_a_large_folio_are_its_pincount() -> None:
     assert verdict["class"]["state"] == "proven" and "a pin whose holder" in verdict["reason"]
     assert of_a_large_folio(looked=4)["class"]["state"] == "likely"  # others
     assert of_a_large_folio(moment=0)["class"]["state"] == "likely"  # not known: its maps were not told
+
+
+def test_a_hugetlb_page_whose_first_has_a_type_for_a_map_count_has_pins_too() -> None:
+    assert of_a_large_folio(mapcount=-184549375)["class"]["state"] == "proven"
+
+
+def test_a_pin_of_a_part_of_a_large_folio_is_of_that_folio() -> None:
+    part = pin(**OF_VM, pfn=[[0, 4098, 2]])
+    assert of_a_large_folio(pins=[part])["pin_owner"] == "process-vm"
+    assert of_a_large_folio(pins=[{**part, "pfn": None, "nr_pages": 2}])["pin_owner"] == "process-vm"
+    assert of_a_large_folio(pins=[{**part, "pfn": [[0, 9000, 2]]}])["pin_owner"] == "unknown"
+    # Of two folios of which the kernel told one, a pin may be of one alone.
+    assert of_a_large_folio(pins=[part], count=2)["pin_owner"] == "unknown"
+    assert held(plain_pins=[part])["pin_owner"] == "unknown"
 
 
 def pin(**change: Any) -> dict[str, Any]:
@@ -216,6 +241,31 @@ def test_the_owner_is_who_pinned_these_frames_and_holds_them(pins: Any, owner: s
     assert verdict["pin_owner"] == owner and verdict["class"]["state"] == "proven", verdict["reason"]
 
 
+@pytest.mark.parametrize(
+    ("change", "state_then"),
+    [
+        ({"held": False}, "likely"),
+        ({"held": True, "age_seconds": -2.0}, "likely"),
+        ({"held": None, "pfn": None}, "likely"),
+        ({"held": True, "nr_pages": 1, "pfn": [[0, 4096, 1]]}, "likely"),
+        ({"held": True, "pfn": [[0, 9000, 8]]}, "proven"),
+        ({"held": True, "start": ADDRESS + 8 * 4096, "pfn": None}, "proven"),
+        ({"held": True, "flags": ["FOLL_LONGTERM"]}, "proven"),
+    ],
+)
+def test_a_pin_that_came_or_went_between_looks_may_be_another(
+    change: dict[str, Any], state_then: str
+) -> None:
+    looks = with_look(2, pins=[pin(**{**OF_VM, **change})])
+    verdict = held(plain_pins=[pin(**OF_VM)], looks=looks)
+    assert verdict["class"]["state"] == state_then, verdict["reason"]
+    assert ("may be another's" in verdict["reason"]) == (state_then == "likely")
+    # A FOLL_GET is no such pin's.
+    assert (
+        got(looks=[{**look, "pins": looks[2]["pins"]} for look in lasting(2)])["class"]["state"] == "proven"
+    )
+
+
 def test_a_function_that_makes_a_foll_pin_is_not_blamed_for_one_reference() -> None:
     verdict = got(plain_pins=[pin(), pin(**OF_VM)])
     assert verdict["class"]["state"] == "proven" and verdict["pin_owner"] == "unknown"
@@ -240,6 +290,8 @@ def test_looks_are_few_and_at_growing_distances_beyond_what_io_lasts() -> None:
     assert kept.next_due == 101.0 and not kept.due(100.9) and kept.due(101.0) == [item]
     item.add(later(1.0))
     assert kept.next_due == 103.0 and not kept.due(102.0)
+    item.add(later(25.0))  # a busy node made it late
+    assert kept.next_due == 132.0
 
 
 def test_no_more_wait_than_the_bound_and_the_others_say_so() -> None:
@@ -331,6 +383,7 @@ def test_the_frames_are_those_of_the_call_that_failed() -> None:
 def test_a_look_says_that_the_process_is_another_or_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     made = observer()
     monkeypatch.setattr(made, "_snapshot", lambda *_: waiting().evidence.pages)
+    monkeypatch.setattr(made, "_pins", {}, raising=False)
     seen = watched_failure()
     assert made.look_at_frames(seen)["ended"] == "" and made.look_at_frames(seen)["pages"]["pages"] == 8
     seen.process.facts["starttime"] += 1
@@ -384,6 +437,20 @@ def test_a_process_vm_pin_is_held_while_its_thread_is_in_that_call(remembering: 
     assert remembering(plain(5, stack=["os_lock_user_pages+1"])) == [(5, None)]
 
 
+def test_a_look_tells_the_pins_that_came_or_went_since_the_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = observer()
+    pins = {number: plain(number * 1_000_000, pages=4) for number in (1, 2, 50, 60)}
+    now = {1: False, 2: True, 50: None, 60: False}
+    found = [(pins[number], now[number]) for number in pins]
+    monkeypatch.setattr(made, "_pins_on", lambda *_: iter(found))
+    seen = Evidence(Failure(6, 6, "app", 40_000_000), Process(6))
+    seen.pins = [(pins[1], True), (pins[2], True)]
+    told_then = made._changed_pins(seen, ADDRESS, 4 * PAGE_SIZE)
+    assert [(one["held"], one["age_seconds"] < 0) for one in told_then] == [(False, False), (None, True)]
+    seen.pins = [(pins[1], None)]  # it may have ended before
+    assert [one["held"] for one in made._changed_pins(seen, ADDRESS, 4 * PAGE_SIZE)] == [None]
+
+
 def test_a_pin_from_before_the_process_started_is_of_another(remembering: Any) -> None:
     assert remembering(plain(5), plain(50), start=20) == [(50, True)]
     assert remembering(plain(5, start=ADDRESS + (1 << 20))) == []
@@ -410,6 +477,23 @@ def test_a_pin_has_ended_whose_unpin_was_seen(remembering: Any, monkeypatch: pyt
     failure = Failure(6, 6, "app", 1000)
     found = [(pin.ns, is_held) for pin, is_held in made._pins_on(failure, ADDRESS, 8 * PAGE_SIZE)]
     assert found == [(1, False), (5, False), (6, None)]
+
+
+@pytest.mark.parametrize("pages", [8, 1 << 20])
+def test_pages_that_were_mapped_there_after_the_pin_are_not_what_was_pinned(
+    monkeypatch: pytest.MonkeyPatch, pages: int
+) -> None:
+    """A pin tells the first page that it pinned; where it lies may be mapped anew before it is read."""
+    monkeypatch.setattr(evidence, "_frames_at", lambda _pid, _first, number: np.arange(number) + 4096)
+    for first, found in ((4096, None if pages > 8 else 8), (777, 1), (0, None if pages > 8 else 8)):
+        made = observer()
+        monkeypatch.setattr(made, "_pfn_of", lambda page: page // 64, raising=False)
+        made._pins, made._framed, made._framed_at = {}, evidence.deque(), float("-inf")
+        made.remember(plain(1, pages=pages, page=first * 64))
+        ((one, _),) = made._pins_on(Failure(6, 6, "app", 1000), ADDRESS, 8 * PAGE_SIZE)
+        assert (one.frames is None) == (found is None), first
+        if one.frames is not None:
+            assert len(one.frames) == found and one.frames[0] == (first or 4096)
 
 
 def test_few_pins_are_remembered_with_their_frames(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -546,17 +546,18 @@ def test_a_pin_without_longterm_is_told_with_its_stack(first: int) -> None:
     made = machine()
     program = programs.plain_pin(MAPS, programs.by_trampoline(4 + first), NUMBER, first, 0x100)
     made.stack = struct.pack("=3Q", 1, 2, 3)
-    given = (*[9] * first, 0x7F0000001000, 512, word(0x41), 0)
+    made.kernel.put_word(HEAD, BUNDLE)
+    given = (*[9] * first, 0x7F0000001000, 512, word(0x41), HEAD)
     made.run(program, context(*given, ret=512))
-    assert told(made) == [0x7F0000001000, 512, 0x41, 24, 1, 2, 3, *[0] * (STACK_FRAMES - 3)]
+    assert told(made) == [0x7F0000001000, 512, 0x41, BUNDLE, 24, 1, 2, 3, *[0] * (STACK_FRAMES - 3)]
     made.records.clear()
     made.stack = struct.pack("=40Q", *range(40))
     made.run(program, context(*given, ret=1))
-    assert told(made)[3:] == [8 * STACK_FRAMES, *range(STACK_FRAMES)]
+    assert told(made)[4:] == [8 * STACK_FRAMES, *range(STACK_FRAMES)]
     made.records.clear()
     made.stack = -errno.EFAULT
     made.run(program, context(*given, ret=1))
-    assert told(made)[3:] == [-errno.EFAULT & NOTHING, *[0] * STACK_FRAMES]
+    assert told(made)[4:] == [-errno.EFAULT & NOTHING, *[0] * STACK_FRAMES]
 
 
 def test_pins_with_longterm_and_those_that_fail_are_not_told() -> None:
@@ -574,13 +575,14 @@ def test_by_kprobes_a_pin_is_told_with_what_it_began_with(first: int) -> None:
     keep = programs.keep_pin(MAPS, Context(PROBE.parameters, None), first)
     back = programs.plain_pin(MAPS, Context(None, PROBE.returned), NUMBER, first, 0x100)
     made.stack = struct.pack("=Q", 5)
+    made.kernel.put_word(HEAD, BUNDLE)
     made.run(back, by_probe(ret=512))
     assert not made.records  # nobody saw it begin
     for flags in (0x141, 0x41):
-        made.run(keep, by_probe([*[9] * first, 0x7F0000001000, 512, word(flags)]))
+        made.run(keep, by_probe([*[9] * first, 0x7F0000001000, 512, word(flags), HEAD]))
         made.run(back, by_probe(ret=-14))
         made.run(back, by_probe(ret=512))
-    assert told(made) == [0x7F0000001000, 512, 0x41, 8, 5, *[0] * (STACK_FRAMES - 1)]
+    assert told(made) == [0x7F0000001000, 512, 0x41, BUNDLE, 8, 5, *[0] * (STACK_FRAMES - 1)]
 
 
 def test_openings_that_succeed_are_told() -> None:

@@ -119,6 +119,7 @@ class Look:
 
     `first`: the buffer's page that the state begins with. `lists`: runs of words of /proc/kpageflags, None
     where it was not read. `ended`: why nothing further was to be seen, "" where there is more or it was seen.
+    `pins`: those on the range that may be held and were made since, and those that have ended since.
     """
 
     after: float | None
@@ -126,6 +127,7 @@ class Look:
     state: PageState | None
     lists: list[Run[str]] | None
     ended: str
+    pins: list[Mapping[str, Any]] = field(default_factory=list)
 
 
 @dataclass
@@ -719,7 +721,8 @@ def _look(current: Pass, facts: Facts, seq: int, event: Mapping[str, Any]) -> No
         first = (address - buffer.address // buffer.page_size * buffer.page_size) // buffer.page_size
         state = facts.read_state(event["pages"], f"look (seq {seq})", current.problems)
         lists = value_runs(event.get("lists"), state.pages, str) if state is not None else None
-    current.looks.append(Look(after, first, state, lists, _text(event.get("ended"))))
+    pins = [pin for pin in event.get("pins") or [] if isinstance(pin, Mapping)]
+    current.looks.append(Look(after, first, state, lists, _text(event.get("ended")), pins))
 
 
 def _release(current: Pass, facts: Facts, seq: int, event: Mapping[str, Any]) -> None:

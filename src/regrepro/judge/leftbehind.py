@@ -4,6 +4,7 @@ what they bore at that moment, and what they bore whenever `watch` looked again.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -89,6 +90,24 @@ class LeftBehind:
             part = Spans.range(first, first + seen.pages) if seen is not None else part
         return pfns(state, state.unpinnable & part)
 
+    @cached_property
+    def folios(self) -> list[set[int]]:
+        """The pages of `frames` by their folio. Where the kernel did not tell the first page of each large
+        folio, each page is taken for one by itself.
+        """
+        state = self.registration.before
+        whole = set(pfns(state, state.trait("large"))) & self.frames.keys() if state is not None else set()
+        told = (whole_number(page.get("pfn")) for page in self.told if "pincount" in page)
+        heads = sorted(pfn for pfn in told if pfn is not None)
+        if len(heads) < self.count - (len(self.frames) - len(whole)):
+            return [{page} for page in self.frames]
+        found: dict[int, set[int]] = {}
+        for page, pfn in self.frames.items():
+            at = bisect_right(heads, pfn) - 1
+            head = heads[at] if page in whole and at >= 0 else pfn
+            found.setdefault(head, set()).add(page)
+        return list(found.values())
+
     def doubt(self) -> str:
         """Why `frames` may not be those that were left behind, "" where they are: as many, with those that
         the kernel told of among them.
@@ -119,11 +138,14 @@ class LeftBehind:
             numbers = (whole_number(page.get(name)) for name in ("pfn", "refcount", "mapcount"))
             pfn, count, maps = numbers
             pins = whole_number(page.get("pincount"))
-            if pfn is None or count is None or maps is None or maps < 0:
+            if pfn is None or count is None:
                 continue
             if "pincount" in page:
+                # The map count of a hugetlb page's first may be its type (PGTY_hugetlb, 6.11).
                 if pins:
                     found[pfn] = Excess(pins, 0)
+                continue
+            if maps is None or maps < 0:
                 continue
             above = count - maps - _ISOLATED - self._cached.get(pfn, self._of_backing)
             found[pfn] = Excess.of_small(max(above, 0))

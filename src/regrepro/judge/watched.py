@@ -23,6 +23,7 @@ LASTS = 30.0
 drivers/nvme/host/core.c; `SD_TIMEOUT`, drivers/scsi/sd.h).
 """
 _LOOKS = 3  # at least, and at growing distances
+_APART = 1.0  # seconds: looks that a busy node made late, one on the other, are one
 _TRANSIENT = "a transient is not excluded"
 
 
@@ -145,16 +146,27 @@ def _lasting(left: LeftBehind) -> Check:
         why = _not_held(left, look, seen)
         if why:
             return Check(name, MISSING, f"{why}, and {_TRANSIENT}")
-    last = left.looks[-1].after if left.looks else None
-    if last is None or last < LASTS or len(left.looks) < _LOOKS:
+    times = _times_apart(left)
+    last = times[-1] if times else None
+    if last is None or last < LASTS or len(times) < _LOOKS:
         return Check(name, MISSING, _too_short(left, last))
+    unseen = max(after - before for before, after in zip([0.0, *times], times, strict=False))
+    if unseen >= LASTS:
+        return Check(name, MISSING, f"they were not looked at for {unseen:.0f} s: {_TRANSIENT}")
     if not left.frames or not all(_is_one_holder(found) for found in seen.values()):
         return Check(
             name, MISSING, f"the references were not the same at each look: {_TRANSIENT}; an unpin would tell"
         )
-    return Check(
-        name, OK, f"the same references were on all of them {len(left.looks)} times over {last:.0f} s"
-    )
+    return Check(name, OK, f"the same references were on all of them {len(times)} times over {last:.0f} s")
+
+
+def _times_apart(left: LeftBehind) -> list[float]:
+    """When the pages were looked at, each time some time after the last: seconds after the failure."""
+    times: list[float] = []
+    for look in left.looks:
+        if look.after is not None and (not times or look.after - times[-1] >= _APART):
+            times.append(look.after)
+    return times
 
 
 def _not_held(left: LeftBehind, look: Look, seen: dict[int, list[Excess]]) -> str:
@@ -171,6 +183,10 @@ def _not_held(left: LeftBehind, look: Look, seen: dict[int, list[Excess]]) -> st
         return f"what is left on {len(free)} of {number} pages {after} may be of a per-CPU LRU batch"
     if free:
         return f"the references were gone from {len(free)} of {number} pages {after}, as after I/O in flight"
+    for pin in look.pins if _by_pins(left) else []:
+        if "FOLL_LONGTERM" not in (pin.get("flags") or []) and _touches(left, pin):
+            what = "had ended" if pin.get("held") is False else "was made since"
+            return f"a pin by {pin.get('fn')} {what} {after}, so that what is seen may be another's"
     for page, excess in known.items():
         seen[page].append(excess)
     return ""
@@ -182,7 +198,8 @@ def _too_short(left: LeftBehind, last: float | None) -> str:
     if last is None:
         why = f" ({ended})" if ended else ""
         return f"the references were not looked at again{why}: {_TRANSIENT}; {told}"
-    return f"they lasted {last:.1f} s{f', until {ended}' if ended else ''}: {_TRANSIENT}; {told}"
+    few = f", seen at less than {_LOOKS} looks that lay apart" if last >= LASTS else ""
+    return f"they lasted {last:.1f} s{few}{f', until {ended}' if ended else ''}: {_TRANSIENT}; {told}"
 
 
 def _is_one_holder(found: list[Excess]) -> bool:
@@ -226,19 +243,36 @@ def _holder(left: LeftBehind) -> tuple[str, Check]:
 
 
 def _covers(left: LeftBehind, pin: Mapping[str, Any]) -> bool:
-    """Whether a pin is of all of these frames: as it found them, or by the addresses where they lie."""
+    """Whether a pin is of all of these frames. A pin of one page of a large folio is of that folio."""
+    theirs = _pages_of(left, pin)
+    if theirs is None:
+        return False
+    if not left.frames:
+        return bool(left.told_frames) and isinstance(pin.get("pfn"), list) and left.told_frames <= theirs
+    return all(theirs & folio for folio in left.folios)
+
+
+def _touches(left: LeftBehind, pin: Mapping[str, Any]) -> bool:
+    """Whether a pin is of any of these frames."""
+    theirs = _pages_of(left, pin)
+    return theirs is not None and any(theirs & folio for folio in left.folios)
+
+
+def _pages_of(left: LeftBehind, pin: Mapping[str, Any]) -> set[int] | None:
+    """The pages of the range that a pin holds: as it found their frames, or by the addresses where they lie;
+    where the range's frames are not known the PFNs themselves. None where that is not known.
+    """
     runs = pin.get("pfn")
     if isinstance(runs, list):
         theirs = {value + step for _, value, count in runs for step in range(count)}
-        frames = set(left.frames.values()) or left.told_frames
-        return bool(frames) and frames <= theirs
+        return {page for page, pfn in left.frames.items() if pfn in theirs} if left.frames else theirs
     start, pages = whole_number(pin.get("start")), whole_number(pin.get("nr_pages"))
     buffer = left.run.buffers.get(left.registration.buffer)
     if start is None or pages is None or buffer is None or not left.frames:
-        return False
+        return None
     size = buffer.page_size
     first = start // size - buffer.address // size
-    return all(first <= page < first + pages for page in left.frames)
+    return {page for page in left.frames if first <= page < first + pages}
 
 
 def _owner(pin: Mapping[str, Any]) -> str:

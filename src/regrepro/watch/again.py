@@ -26,11 +26,17 @@ class Waiting:
     trace: dict[str, Any]
     name: str
     looks: list[dict[str, Any]] = field(default_factory=list)
+    looked: float = float("-inf")  # when that was last (time.monotonic())
 
     @property
     def due(self) -> float:
-        """When it is to be looked at next (time.monotonic())."""
-        return self.failure.since + LOOKS[len(self.looks)]
+        """When it is to be looked at next (time.monotonic()): late after a look that was late, so that they
+        stay apart.
+        """
+        done = len(self.looks)
+        if not done:
+            return self.failure.since + LOOKS[0]
+        return max(self.failure.since + LOOKS[done], self.looked + LOOKS[done] - LOOKS[done - 1])
 
     @property
     def pages(self) -> int:
@@ -41,6 +47,7 @@ class Waiting:
         """Keep what a look saw; return its event."""
         label = {"scenario": "watch", "variant": self.name, "control": None, "registration": 1}
         self.looks.append({**label, **seen})
+        self.looked = self.failure.since + (seen["after_seconds"] or 0.0)
         return EVENT, self.looks[-1]
 
     def events(self) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -84,4 +91,5 @@ def no_look(ended: str) -> dict[str, Any]:
         "pages": None,
         "lists": None,
         "ended": ended,
+        "pins": None,
     }

@@ -605,10 +605,11 @@ class BpfEngine:
         self.correlator.library_failed(LibraryWord(tid, pid, ns, verb_number(verb), given))
 
     def _plain_pin(self, function: str, tid: int, pid: int, ns: int, words: Sequence[int]) -> None:
-        start, pages, flags, length, *stack = words
+        start, pages, flags, page, length, *stack = words
         length = programs.signed_int(length)
         frames = stack[: length // 8 if length > 0 else 0]
-        self.correlator.on_pin(PlainPin(ns, tid, pid, function, start, pages, flags, self._names(frames)))
+        names = self._names(frames)
+        self.correlator.on_pin(PlainPin(ns, tid, pid, function, start, pages, flags, names, page=page))
 
     def _unpinned(self, _tid: int, pid: int, ns: int, words: Sequence[int]) -> None:
         self.correlator.on_unpin(pid, ns, words[0])

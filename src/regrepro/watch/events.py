@@ -197,7 +197,8 @@ class Ended:
 @dataclass
 class PlainPin:
     """A pin without FOLL_LONGTERM by somebody else's driver. `frames`: PFNs of its pages when it was told, 0
-    where there was none; None where they were not read. `ended`: its unpin was seen.
+    where there was none; None where they were not read. `ended`: its unpin was seen. `page`: the struct of
+    the first that was pinned, 0 where it is not known.
     """
 
     ns: int
@@ -210,6 +211,7 @@ class PlainPin:
     stack: list[str]
     frames: NDArray[np.int64] | None = None
     ended: bool = False
+    page: int = 0
 
 
 @dataclass

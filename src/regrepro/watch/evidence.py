@@ -47,6 +47,7 @@ drivers/scsi/sd.h).
 LOOK_PAGES = PAGE_SIZE // 8
 # Bits of /proc/kpageflags that tell whether a per-CPU batch may refer to a page (docs/record.md, `look`).
 _LISTS = {5: "lru", 6: "active", 33: "mlocked"}
+_CHANGED_KEPT = 16  # of pins that came or went between looks
 _PIN_KEPT = 512
 _FRAMES_PAGES, _FRAMES_KEPT, _FRAMES_SECONDS = 1024, 1024, 0.02  # of pins whose frames are read at once
 KPAGEFLAGS = Path("/proc/kpageflags")
@@ -134,9 +135,23 @@ class Observer:
             return
         self._framed_at = now
         pin.frames = _frames_at(pin.pid, pin.start // PAGE_SIZE * PAGE_SIZE, pin.pages)
+        self._check_frames(pin)
         self._framed.append(pin)
         if len(self._framed) > _FRAMES_KEPT:
             self._framed.popleft().frames = None
+
+    def _check_frames(self, pin: PlainPin) -> None:
+        """Where other pages were mapped since a pin was made, what was read there is not what was pinned: the
+        first page is known, which the kernel told.
+        """
+        pinned = self._pfn_of(pin.page) if pin.page else None
+        if pinned is None:
+            return
+        there = pin.frames
+        if there is None:
+            there = _frames_at(pin.pid, pin.start // PAGE_SIZE * PAGE_SIZE, 1)
+        if there is None or pinned not in there[:1]:
+            pin.frames = np.array([pinned], dtype=np.int64)
 
     def unpinned(self, pid: int, ns: int, page: int) -> None:
         """Keep that a process unpinned pages, `page` first (its struct): its last pin of that has ended."""
@@ -241,7 +256,20 @@ class Observer:
         if state is not None:
             seen["pages"] = state.as_record()
             seen["lists"] = _lists(state)
-        return {**seen, "ended": ended}
+        return {**seen, "ended": ended, "pins": self._changed_pins(evidence, address, length)}
+
+    def _changed_pins(self, evidence: Evidence, address: int, length: int) -> list[dict[str, Any]]:
+        """Return the pins on a range that were made since a failure and may be held, and those that were held
+        then and have ended.
+        """
+        failure = evidence.failure
+        held = {id(pin) for pin, was in evidence.pins if was}
+        changed = [
+            (pin, now)
+            for pin, now in self._pins_on(failure, address, length)
+            if (now is False and id(pin) in held) or (now is not False and pin.ns > failure.ns)
+        ]
+        return [self._told_pin(pin, now, failure) for pin, now in changed[-_CHANGED_KEPT:]]
 
     def _snapshot(self, pid: int, first: int, length: int) -> PageState:
         """Read the pages of a process, and where they lie at this moment. Raises OSError."""
@@ -355,6 +383,8 @@ class Observer:
         for pin in pins:
             start = pin.start // PAGE_SIZE * PAGE_SIZE
             if start < end and start + pin.pages * PAGE_SIZE > first:
+                if pin.frames is None:
+                    self._check_frames(pin)
                 held = _is_held(pin) if last[pin.tid] is pin else _ended(pin)
                 yield pin, False if pin.ended else held
 

@@ -13,7 +13,7 @@ thread and process, ns of boottime, and then
     failed          ret
     pin             ret, start, pages, flags
     migration       ret, reason; of STUCK_PAGES pages: address, refcount, mapcount, pincount, flags
-    plain_pin       start, pages, flags, length of the stack in bytes, its addresses
+    plain_pin       start, pages, flags, first page, length of the stack in bytes, its addresses
     unpin           the first page
     library_return  the six parameters
 
@@ -54,7 +54,7 @@ _SINCE, _CALLS, _PAGES, _LIST, _REASON, _DEPTH, _LENGTH, STATE_BYTES = 0, 8, 16,
 # Of a call of libibverbs that is followed at entry and return: its parameters.
 CALL_BYTES = 48
 # Of a pin that is followed by kprobes: start, pages, flags.
-PIN_BYTES = 24
+PIN_BYTES = 32
 
 
 REQUEST_WORDS = (
@@ -62,7 +62,7 @@ REQUEST_WORDS = (
     *("asked_start", "asked_length", "asked_iova", "asked_access", "asked_fd", "present"),
 )
 MIGRATION_WORDS = 2 + 5 * STUCK_PAGES
-PLAIN_PIN_WORDS = 4 + STACK_FRAMES
+PLAIN_PIN_WORDS = 5 + STACK_FRAMES
 NOTHING = 0xFFFFFFFFFFFFFFFF
 """`present` where what was asked for is not known."""
 ALL = NOTHING - 1
@@ -606,7 +606,7 @@ def keep_pin(maps: Maps, context: Context, first: int) -> bytes:
     program = _Program(maps, context)
     assert context.parameters is not None
     begin = _KEY - PIN_BYTES
-    for word in range(3):
+    for word in range(4):
         program.code.load(1, _CTX, context.parameters[first + word])
         program.code.store(STACK_END, begin + 8 * word, 1)
     program.thread()
@@ -630,24 +630,28 @@ def plain_pin(maps: Maps, context: Context, number: int, first: int, longterm: i
         code.load(1, _STATE, 8)
         program.end_unless(1, "!=", 0)  # pages
     record = _Record(program, number, PLAIN_PIN_WORDS)
-    for word in range(3):
+    for word in range(4):
         if context.parameters is None:
             code.load(1, _STATE, 8 * word)
             record.put(word, 1)
             code.store_number(_STATE, 8 * word, 0)  # once
         else:
             record.copy_context(word, context.parameters[first + word])
+    record.get(_AT, 3)
+    record.read(
+        3, _AT, 0
+    )  # of the array that the pin has filled: what was pinned, wherever it is mapped by now
     record.low_half(2)
     record.get(1, 2)
     code.jump_if(1, "&", longterm, "out")
     for word in range(STACK_FRAMES):
-        record.put_number(4 + word, 0)
+        record.put_number(5 + word, 0)
     code.copy(1, _CTX)
-    code.stack(2, record.at(4))
+    code.stack(2, record.at(5))
     code.do(3, "=", 8 * STACK_FRAMES)
     code.do(4, "=", 0)
     code.call(bpf.GET_STACK)
-    record.put(3, RESULT)
+    record.put(4, RESULT)
     record.send()
     if maps.pinners >= 0:
         _process(program)
