@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 # Its threads would be forked away from, and starting them costs time: nothing here multiplies matrices.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -34,6 +34,9 @@ from regrepro.options import (
     RunOptions,
     parse_size,
 )
+
+if TYPE_CHECKING:
+    from regrepro.record import Record
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -137,11 +140,12 @@ class Terms:
     allow_unmet: tuple[str, ...] = ()
     declared: bool = False
 
-    def check(self, scenarios: Iterable[str]) -> None:
-        """Check the names, `scenarios` being those that run or ran. Raises `UsageError`."""
+    def check(self, scenarios: Mapping[str, Iterable[str]]) -> None:
+        """Check the names, `scenarios` being those that run or ran, with their needs. Raises `UsageError`."""
         from regrepro.scenario import NEEDS
 
         questions.check_terms(self.require, self.allow_unmet, scenarios=scenarios, needs=(*NEEDS, "kernel"))
+        questions.check_declared(self.require, scenarios)
 
     def answer(self, verdicts: Mapping[str, Any], header: Mapping[str, Any]) -> questions.Answer:
         """Answer by the verdicts of a run."""
@@ -150,6 +154,18 @@ class Terms:
         return questions.answer(
             verdicts, self.question, header, require=self.require, allow_unmet=self.allow_unmet
         )
+
+
+def recorded_needs(record: Record) -> dict[str, list[str]]:
+    """Return the scenarios of a record, each with the needs that its file declared."""
+    found: dict[str, list[str]] = {}
+    for event in record.events:
+        if event.get("scenario"):
+            declared = event.get("declared")
+            needs = declared.get("needs") if isinstance(declared, Mapping) else None
+            kept = found.setdefault(str(event["scenario"]), [])
+            kept += [str(need) for need in needs] if isinstance(needs, list) else []
+    return found
 
 
 def ask_options(default: str) -> Callable[[_Command], _Command]:
@@ -309,7 +325,7 @@ def run_command(
     # What is wrong with names and files is said before anything is made.
     scenarios = library.select(names, options.profile)
     check_options(scenarios, options.option)
-    terms.check(item.name for item in scenarios)
+    terms.check({item.name: item.needs for item in scenarios})
     made = out is None
     directory = default_out() if out is None else out
     progress = Silent() if quiet else Lines()
@@ -340,8 +356,7 @@ def judge_command(ctx: click.Context, /, run_dir: Path, as_json: bool, write: bo
 
     terms = make_terms(values)
     if terms.require or terms.allow_unmet:
-        events = read_record(run_dir).events
-        terms.check(dict.fromkeys(str(event["scenario"]) for event in events if event.get("scenario")))
+        terms.check(recorded_needs(read_record(run_dir)))
     ctx.exit(conclude(run_dir, terms, as_json=as_json, write=write))
 
 

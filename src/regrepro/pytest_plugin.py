@@ -108,8 +108,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Refuse a `--regrepro-require` that names nothing that is there."""
-    names = [item.scenario.name for item in items if isinstance(item, ScenarioItem)]
-    config.stash[_SESSION].check_names(names)
+    scenarios = [item.scenario for item in items if isinstance(item, ScenarioItem)]
+    config.stash[_SESSION].check_names({scenario.name: scenario.needs for scenario in scenarios})
 
 
 def _needs() -> tuple[str, ...]:
@@ -260,6 +260,7 @@ class _Session:
     directory: Path | None = None
     changes: list[tuple[str, str, str]] = field(default_factory=list)
     skips: list[tuple[str, str]] = field(default_factory=list)
+    verdicts: list[Mapping[str, Any]] = field(default_factory=list)
     proofs: int = 0
     ran: int = 0
     _baseline: dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]] | None = None
@@ -270,8 +271,15 @@ class _Session:
 
     @property
     def proves_nothing(self) -> bool:
-        """Whether scenarios ran and not one of them showed anything."""
-        return bool(self.ran) and not self.proofs
+        """Whether scenarios ran and not one of them showed anything, or not all that is required."""
+        return bool(self.ran) and (not self.proofs or bool(self.not_shown))
+
+    @property
+    def not_shown(self) -> list[str]:
+        """The needs that are required and that no scenario showed to be met."""
+        from regrepro.judge.questions import not_shown
+
+        return not_shown(self.option("require"), self.verdicts)
 
     @property
     def question(self) -> str:
@@ -289,15 +297,16 @@ class _Session:
             if not self._baseline:
                 raise pytest.UsageError(f"--baseline: {self.option('baseline')} holds no verdict")
 
-    def check_names(self, scenarios: list[str]) -> None:
-        """Refuse a name that is neither a need nor a scenario that was collected."""
+    def check_names(self, scenarios: Mapping[str, tuple[str, ...]]) -> None:
+        """Refuse a name that is neither a need nor one of the scenarios that were collected."""
         if not self.option("require") and not self.option("allow_unmet"):
             return
-        from regrepro.judge.questions import check_terms
+        from regrepro.judge.questions import check_declared, check_terms
 
         allow = [need for need in self.option("allow_unmet") if need != _ALL]
         try:
             check_terms(self.option("require"), allow, scenarios=scenarios, needs=_needs())
+            check_declared(self.option("require"), scenarios)
         except RegreproError as error:
             raise pytest.UsageError(str(error).replace("--", "--regrepro-")) from None
 
@@ -353,6 +362,7 @@ class _Session:
         from regrepro.judge.questions import ASIDE, GOOD, SILENT, UNDECIDED, standing
 
         self.ran += 1
+        self.verdicts.append(item)
         allowed = self.option("allow_unmet")
         found = standing(item, self.question, header, require=self.option("require"), allow_unmet=allowed)
         say = str(item["verdict"])
@@ -370,7 +380,11 @@ class _Session:
         self.proofs += not open_ and item["verdict"] != "error"
         if good:
             return
-        if open_ and (found.state == ASIDE or _ALL in allowed or (need and need in allowed)):
+        required = test.scenario.name in self.option("require") or any(
+            entry.get("need") in self.option("require") for entry in item.get("unmet") or []
+        )
+        allows = found.state == ASIDE or _ALL in allowed or (need and need in allowed)
+        if open_ and allows and not required:
             reason = f"{say}: {item.get('reason')}"
             self.skips.append((test.scenario.name, reason))
             pytest.skip(reason)
@@ -464,7 +478,11 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     for name, reason in state.skips:
         terminalreporter.write_line(f"{name}: skipped ({reason})")
     terminalreporter.write_line(f"runs: {state.directory}")
-    if state.proves_nothing:
+    if state.proofs and state.not_shown:
+        terminalreporter.write_line(
+            f"no scenario shows what is required: {', '.join(state.not_shown)}; so this is no success"
+        )
+    elif state.proves_nothing:
         terminalreporter.write_line(
             f"nothing was decided: no scenario shows anything of the question ({state.question}), so this is "
             "no success"

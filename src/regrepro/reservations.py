@@ -84,7 +84,7 @@ def read(given: Iterable[str] = ()) -> list[Reservation]:
     asked = list(given)
     command_line = CMDLINE.read_text()
     names = (*CMA, *MOVABLE, *KHO)
-    if not asked and not any(word.partition("=")[0] in names for word in command_line.split()):
+    if not asked and not any(name in names for name, _ in _words(command_line)):
         return []
     boot = Boot(
         kernel_log() or [],
@@ -102,10 +102,7 @@ def find(command_line: str, boot: Boot, given: Iterable[str] = ()) -> list[Reser
 
     Of an argument that is there twice the last counts. What asks for nothing (`hugetlb_cma=0`) is left out.
     """
-    asked: dict[str, str] = {}
-    for word in command_line.split():
-        name, _, value = word.partition("=")
-        asked[name] = value
+    asked = dict(_words(command_line))
     found = [
         *(_cma(name, asked[name], boot) for name in CMA if name in asked),
         *_movable(asked, boot),
@@ -114,15 +111,26 @@ def find(command_line: str, boot: Boot, given: Iterable[str] = ()) -> list[Reser
     known = [item for item in found if item is not None]
     unknown = _unknown(boot)
     for item in known:
-        if item.ok is None and item.argument in unknown:
+        if item.ok is None and item.argument.partition("=")[::2] in {_word(word) for word in unknown}:
             item.ok, item.why = False, _NOT_KNOWN
-    last = {word.partition("=")[0]: word for word in given}
+    last = {_word(word)[0]: word for word in given}
     known += [
         Reservation(word, None, None, False, _NOT_KNOWN)
         for name, word in last.items()
         if name not in (*CMA, *MOVABLE, *KHO, *_BOOT_CODE) and word in unknown
     ]
     return known
+
+
+def _words(command_line: str) -> list[tuple[str, str]]:
+    """Return names and values of a command line; what follows ` -- ` is init's (parse_args)."""
+    return [_word(word) for word in command_line.partition(" -- ")[0].split()]
+
+
+def _word(argument: str) -> tuple[str, str]:
+    """Return name and value: `-` and `_` are one to the kernel in a name (parameq, kernel/params.c)."""
+    name, _, value = argument.partition("=")
+    return name.replace("-", "_"), value
 
 
 def _unknown(boot: Boot) -> set[str]:

@@ -286,6 +286,20 @@ def test_a_run_is_the_same_as_itself_without_what_is_optional(need: str) -> None
     assert exit_code(compared(run, run, require=["gpu_buffer_peermem"])) == 125
 
 
+@pytest.mark.parametrize("question", ["node", "driver", "reproduce"])
+def test_a_run_that_was_killed_is_no_success(question: str) -> None:
+    whole = side(longterm_record())
+    cut = whole[0], {**whole[1], "complete": False}
+    for before, after, says in ((whole, cut, "after"), (cut, whole, "before")):
+        found = compared(before, after, question)
+        assert exit_code(found) == 125
+        assert f"the run {says} did not reach its end" in found.line
+    worse = side(reproduced_record())
+    assert exit_code(compared(whole, (worse[0], {**worse[1], "complete": False}))) == exit_code(
+        compared(whole, worse)
+    )
+
+
 def test_what_is_not_optional_can_be_allowed() -> None:
     run = lacking(side(longterm_record()), "cuda")
     assert exit_code(compared(run, run)) == 125

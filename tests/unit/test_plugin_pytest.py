@@ -62,7 +62,7 @@ def suite(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.
     """A folder with three scenario files and other Python files; a run gives what `RUNS` has for its name."""
     folder = pytester.mkdir("scenarios")
     for name in RUNS:
-        needs = ', "kernel>=5.13"' if name == "holds" else ""
+        needs = {"holds": ', "kernel>=5.13"', "needs_more": ', "peer-memory"'}.get(name, "")
         (folder / f"{name}.py").write_text(FILE.format(name=name, needs=needs))
     (folder / "_helper.py").write_text("raise SystemExit('nobody may import this')\n")
     (folder / "notes.py").write_text(
@@ -262,6 +262,21 @@ def test_what_is_optional_is_a_skip(suite: pytest.Pytester, monkeypatch: pytest.
     go(suite, *files).assert_outcomes(passed=1, skipped=1)
     go(suite, *files, "--regrepro-require", "peer-memory").assert_outcomes(passed=1, failed=1)
     go(suite, *files, "--regrepro-require", "needs_more").assert_outcomes(passed=1, failed=1)
+    allow = "--regrepro-allow-unmet"  # whatever is allowed, what is required must answer
+    for name in ("needs_more", "peer-memory"):
+        go(suite, *files, allow, "--regrepro-require", name).assert_outcomes(passed=1, failed=1)
+
+
+@pytest.mark.parametrize(("need", "shown"), [("cuda", False), ("unpinnable", True), ("dmabuf", None)])
+def test_a_required_need_must_be_shown(suite: pytest.Pytester, need: str, shown: bool | None) -> None:
+    result = go(suite, "scenarios/holds.py", "--regrepro-require", need)
+    if shown is None:
+        assert result.ret == pytest.ExitCode.USAGE_ERROR
+        assert "no scenario of this run has that need" in result.stderr.str() + result.stdout.str()
+        return
+    result.assert_outcomes(passed=1)
+    assert (result.ret == 0) is shown
+    assert ("no scenario shows what is required: cuda" in result.stdout.str()) is not shown
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,7 @@ class Comparison:
     changes: list[Change]
     problems: list[str] = field(default_factory=list)
     question: str = "node"
+    lacks: list[str] = field(default_factory=list)  # why no success can be told, whatever has changed
 
     @property
     def answer(self) -> str:
@@ -85,6 +86,8 @@ class Comparison:
         code = exit_code(self)
         kind = {EXIT_REPRODUCED: ("worse",), EXIT_UNDECIDED: ("cannot-tell",)}.get(code, ("better", "same"))
         names = [change.scenario for change in self.changes if change.counts and change.direction in kind]
+        if code == EXIT_UNDECIDED and self.lacks:
+            return f"{_MEANING[code]}: {'; '.join(self.lacks)}"
         if not names:
             return f"{_MEANING[code]}: nothing in the two tells of it"
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
@@ -141,7 +144,13 @@ def compare(
     changes = [_change(name, one.get(name), other.get(name), facts, asked) for name in names]
     problems = [f"before: {text}" for text in before_verdicts.get("problems", [])]
     problems += [f"after: {text}" for text in after_verdicts.get("problems", [])]
-    return Comparison(facts, changes, problems, question)
+    lacks = []
+    for side, verdicts, items in (("before", before_verdicts, one), ("after", after_verdicts, other)):
+        if verdicts.get("complete") is False:
+            lacks.append(f"the run {side} did not reach its end")
+        if missing := questions.not_shown(require, items.values()):
+            lacks.append(f"nothing {side} shows what is required: {', '.join(missing)}")
+    return Comparison(facts, changes, problems, question, lacks)
 
 
 def exit_code(comparison: Comparison) -> int:
@@ -149,7 +158,7 @@ def exit_code(comparison: Comparison) -> int:
     found = {change.direction for change in comparison.changes if change.counts}
     if "worse" in found:
         return EXIT_REPRODUCED
-    if "cannot-tell" in found or not found:
+    if "cannot-tell" in found or not found or comparison.lacks:
         return EXIT_UNDECIDED
     return EXIT_DECIDED
 

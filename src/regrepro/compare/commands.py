@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from regrepro import judge
-from regrepro.cli import ask_options, make_terms
+from regrepro.cli import ask_options, make_terms, recorded_needs
 from regrepro.compare.changes import compare as compare_runs
 from regrepro.compare.changes import exit_code
 from regrepro.record import read_record
@@ -30,7 +30,7 @@ def compare(ctx: click.Context, /, before: Path, after: Path, as_json: bool, **v
     terms = make_terms(values, "node")
     one, other = read_record(before), read_record(after)
     judged = judge.judge_record(one), judge.judge_record(other)
-    terms.check(dict.fromkeys(item["scenario"] for side in judged for item in side["verdicts"]))
+    terms.check(recorded_needs(one) | recorded_needs(other))
     found = compare_runs(
         one.header,
         judged[0],

@@ -19,7 +19,8 @@ def judge_failure(facts: Facts, run: Pass, registration: Registration) -> Verdic
     what = f"{named(run, registration)} failed with {registration.errno}"
     buffer = run.buffers.get(registration.buffer)
     on_gpu = buffer is not None and buffer.on_gpu  # no host page that this bug could hold
-    if registration.errno != "ENOMEM" or on_gpu or layer.name not in ("unknown", "page-migration"):
+    by_errno = rules.can_be_refused_migration(registration)
+    if not by_errno or on_gpu or layer.name not in ("unknown", "page-migration"):
         reason = f"{what}, and not by this bug ({layer.name}: {layer.why})"
         return Verdict(OTHER_FAILURE, reason, layer=layer)
     if buffer is None:

@@ -60,6 +60,7 @@ _MEANING = {
     },
 }
 _UNDECIDED_MEANS = "it cannot be told from this run"
+_OF_PLACE = ("unpinnable", "cma", "movable-zone")
 # A missing one of these leaves untouched what a pin did to its pages (`rules.measured_contract`).
 _BESIDE_THE_CONTRACT = frozenset({"trace", "release", "control"})
 
@@ -128,6 +129,19 @@ def check_terms(
             )
 
 
+def check_declared(require: Iterable[str], scenarios: Mapping[str, Iterable[str]]) -> None:
+    """Check that of each required need a scenario can tell; `scenarios`: each with its needs."""
+    declared = {need for needs in scenarios.values() for need in needs}
+    told = {*scenarios, *declared, "cuda", *(["rdma"] if "registrar" in declared else [])}
+    told |= {"kernel" for need in declared if need.startswith("kernel")}
+    for name in require:
+        if name not in told:
+            raise UsageError(
+                f"--require {name}: no scenario of this run has that need, so none tells whether it is met",
+                hint=f"they need {', '.join(sorted(declared)) or 'nothing'}",
+            )
+
+
 def standing(
     item: Mapping[str, Any],
     question: str,
@@ -187,10 +201,14 @@ def answer(
     lacks = [
         entry
         for entry in of(SILENT, ASIDE)
-        if entry[0] in require or (entry[1].get("verdict") == "unmet" and entry[2].need in require)
+        if entry[0] in require or not set(require).isdisjoint(_unmet_needs(entry[1]))
     ]
     if undecided or lacks:
         return Answer(question, EXIT_UNDECIDED, f"not told, {_told([*undecided, *lacks])}")
+    if missing := not_shown(require, items):
+        return Answer(
+            question, EXIT_UNDECIDED, f"not told, no scenario shows what is required: {', '.join(missing)}"
+        )
     if not good:
         silent = of(SILENT) or of(ASIDE)
         why = _told(silent) if silent else "no scenario ran"
@@ -216,6 +234,28 @@ def declared_answer(verdicts: Mapping[str, Any]) -> Answer:
 def exit_code(verdicts: Mapping[str, Any], expect_declared: bool = False) -> int:
     """Return the exit code to `reproduce`, or, with `expect_declared`, to what the scenario files declare."""
     return (declared_answer(verdicts) if expect_declared else answer(verdicts)).code
+
+
+def not_shown(require: Iterable[str], verdicts: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return the required needs that no decided verdict shows to be met.
+
+    A scenario can be decided without them: `registrar` takes io_uring for an RDMA device, a pin of our own
+    stands where CUDA is not, and `placement` is decided without unpinnable memory.
+    """
+    decided = [
+        item for item in verdicts if item.get("verdict") in ("reproduced", "not-reproduced", "other-failure")
+    ]
+    shows = {
+        "cuda": lambda item: str(item.get("pin_owner")).startswith(("cuda", "standin:")),
+        "rdma": lambda item: _value(item, "registrar") is not None and not without_rdma(item),
+        **dict.fromkeys(_OF_PLACE, _tried_on_unpinnable),
+    }
+    return [need for need in require if need in shows and not any(map(shows[need], decided))]
+
+
+def _tried_on_unpinnable(item: Mapping[str, Any]) -> bool:
+    pages = (_value(item, key) for key in ("pages_unpinnable", "pages_moved"))
+    return item.get("verdict") == "reproduced" or item.get("basis") == "pin" or any(pages)
 
 
 # One verdict, one question

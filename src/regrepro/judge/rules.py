@@ -180,6 +180,16 @@ def whole_record(case: Case) -> Check:
     return Check("record", OK, "the record of this pass is whole")
 
 
+def can_be_refused_migration(registration: Registration) -> bool:
+    """Whether an errno can come of pages that would not move.
+
+    io_uring says EFAULT, too: `gup_fast_fallback` (mm/gup.c) returns the pages that it had pinned before the
+    one that was refused, and `io_pin_pages` (io_uring/memmap.c) makes -EFAULT of a part.
+    """
+    errno = registration.errno
+    return errno == "ENOMEM" or (errno == "EFAULT" and not registration.through_umem)
+
+
 def errno_is_enomem(case: Case) -> Check:
     """`migrate_longterm_unpinnable_folios` (mm/gup.c) turns pages that would not move into -ENOMEM, and every
     function above passes it on. (5.10's check_and_migrate_cma_pages: `ret > 0 ? -ENOMEM : ret`.)
@@ -187,6 +197,9 @@ def errno_is_enomem(case: Case) -> Check:
     errno = case.registration.errno
     if errno == "ENOMEM":
         return Check("errno", OK, "the registration failed with ENOMEM")
+    if can_be_refused_migration(case.registration):
+        why = f"io_uring says {errno} where it could pin a part of the range, for whatever cause"
+        return Check("errno", MISSING, why, "register with an RDMA device")
     return Check("errno", CONTRADICTED, f"the registration failed with {errno}, and this bug gives ENOMEM")
 
 

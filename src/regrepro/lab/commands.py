@@ -93,7 +93,7 @@ def run_command(  # noqa: PLR0917 - click passes by name
     # What is wrong with names and options is said before anything is fetched or made.
     scenarios = Library().select(names, options.profile)
     check_options(scenarios, options.option)
-    terms.check(item.name for item in scenarios)
+    terms.check({item.name: item.needs for item in scenarios})
     lab_options.settings()
     made = out is None
     directory = default_out() if out is None else out

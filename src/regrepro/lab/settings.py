@@ -174,6 +174,7 @@ def default_memory(arguments: Iterable[str], numa: int) -> int:
     node = _ORDINARY_MEMORY
     for argument in arguments:
         name, _, value = argument.partition("=")
+        name = name.replace("-", "_")  # one to the kernel (parameq, kernel/params.c)
         # `2G`, `0:1G,1:1G`, `512M@0x40000000`; a bare number is in bytes or a percentage, and small.
         words = [part.partition("@")[0].rpartition(":")[2] for part in value.split(",")]
         sizes = [parse_size(word) for word in words if re.fullmatch(r"0*[1-9]\d*[kKmMgGtT]", word)]
