@@ -830,6 +830,54 @@ def test_no_missing_piece_turns_into_reproduced(seed: int, partly: bool) -> None
     )
 
 
+PRIVATE_FILE = f"{build.ADDRESS:x}-{build.ADDRESS + 8 * build.PAGE:x} rw-p 00000000 00:01 7 /memfd:x"
+
+
+def test_a_private_mapping_of_a_file_is_copied_and_not_migrated() -> None:
+    """Its pages are copied by a write even where nobody else maps them (`do_wp_page`, mm/memory.c)."""
+    builder = build.Builder()
+    builder.memory_map()
+    builder.begin("no_pin", contract="none", expects={"none": "not-reproduced"}, controls={"x": "pin=pin"})
+    before = build.state(build.CMA, 2, 1, traits=[[0, 8, "file exclusive"]])
+    builder.buffer(before, backing="memfd", vma=PRIVATE_FILE)
+    builder.register(before, build.state(build.OUT, 1025))
+    builder.end()
+    assert "were copied, not migrated" in judge_record(builder.done())["verdicts"][0]["reason"]
+
+
+def test_a_plain_pin_that_copied_a_file_s_pages_did_not_ask_for_longterm() -> None:
+    """Without a trace only the movement tells, and copy-on-write moves pages for any pin."""
+    builder = build.Builder()
+    builder.memory_map()
+    builder.begin("copied", controls={"no-pin": "pin=none"})
+    before = build.state(build.CMA, 2, 1, traits=[[0, 8, "file exclusive"]], baseline=[[0, 8, 2]])
+    after = build.state(build.OUT, 1025, baseline=[[0, 8, 1]])
+    builder.buffer(before, backing="memfd", vma=PRIVATE_FILE)
+    untraced = {"status": "unavailable", "why": "no tracefs"}
+    builder.pin(before, after, trace=untraced)
+    builder.register(after, build.state(build.OUT, 2049, baseline=[[0, 8, 1]]), pins=[1], trace=untraced)
+    builder.end()
+    verdict = judge_record(builder.done())["verdicts"][0]
+    assert verdict["basis"] != "pin"
+    assert "copy-on-write" in verdict["reason"]
+
+
+def test_a_pin_on_what_was_copied_is_not_said_to_come_from_a_fork() -> None:
+    """A private mapping of a memfd that is pinned by its shared one: the frames part at the first write."""
+    builder = build.Builder()
+    builder.memory_map()
+    builder.begin("copied", controls={"no-pin": "pin=none"})
+    fresh = build.state(build.CMA, 3, 2, traits=[[0, 8, "file shared"]])
+    held = build.state(build.CMA, 1027, 2, traits=[[0, 8, "file shared"]])
+    builder.buffer(fresh, backing="memfd", vma=PRIVATE_FILE)
+    builder.pin(fresh, held)
+    builder.register(held, build.state(build.OUT, 1025), pins=[1])
+    builder.end()
+    reason = judge_record(builder.done())["verdicts"][0]["reason"]
+    assert "fork" not in reason
+    assert "so that this bug was not tried on them" in reason
+
+
 @pytest.mark.parametrize(
     ("backing", "maps", "traits", "due"),
     [

@@ -603,7 +603,8 @@ def _releases(facts: Facts, run: Pass) -> Iterator[Flaw]:
             continue
         who = frozenset({pin.seq, release.seq})
         if release.bytes_kept is False:
-            yield Flaw(f"the release of pin {pin.id} changed bytes of the buffer", who)
+            text = f"bytes of the buffer changed while pin {pin.id} was released"
+            yield Flaw(text, who, "run it again, with nothing that writes into the buffer meanwhile")
         if release.was_alive is False and release.errno is None:
             yield Flaw(f"pin {pin.id} was dead when it was released", who)
         if pin.errno is not None:

@@ -92,12 +92,8 @@ class Case:
         return frozenset((self.buffer.seq, *of_pins, *releases, *calls, *pins_of_third))
 
     def may_be_copied(self, state: PageState) -> Spans:
-        """The pages that a write may have replaced by copies: mapped more than once, and privately.
-
-        A write to a shared mapping goes to the one page of all (`do_wp_page`, mm/memory.c, copies only where
-        VM_SHARED is not set).
-        """
-        return Spans() if self.buffer.shared_mapping else state.shared
+        """The pages that a write may have replaced by copies."""
+        return state.copied_by_a_write(shared_mapping=self.buffer.shared_mapping)
 
     @cached_property
     def unpinnable(self) -> Spans:
@@ -278,6 +274,8 @@ def exactly_the_pinned_pages_stayed(case: Case) -> Check:
     before, after = case.registration.before, case.registration.after
     if before is None or after is None:
         return Check(name, MISSING, "the PFNs before and after the registration are not both known", how)
+    if not case.stuck:
+        return Check(name, MISSING, "no page was seen that a pin of this scenario should have kept", how)
     if case.reached is None:
         return Check(name, MISSING, "how far the registration came is not known (page size missing)", how)
     unmoved, moved = before.unmoved(after), before.moved(after)
