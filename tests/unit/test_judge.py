@@ -830,6 +830,33 @@ def test_no_missing_piece_turns_into_reproduced(seed: int, partly: bool) -> None
     )
 
 
+@pytest.mark.parametrize(("left", "verdict"), [([2], "reproduced"), ([2, 3], "unmet")])
+def test_a_long_term_pin_that_stood_at_both_tries_changed_nothing(left: list[int], verdict: str) -> None:
+    """Half of the pages bear an older FOLL_LONGTERM pin throughout; a pin that is new at the retry counts."""
+    builder = build.Builder()
+    builder.memory_map()
+    builder.begin()
+    half, longterm = [*build.OUT[:4], *build.CMA[4:]], {"kind": "longterm", "owner": "io-uring"}
+    first = {"offset": 0, "length": 4 * build.PAGE}
+    old = build.state(half, [1025] * 4 + [1] * 4)
+    held = build.state(half, 1025)
+    builder.buffer(build.state(build.CMA))
+    builder.pin(build.state(build.CMA), old, 2, **longterm, **first)
+    builder.pin(old, held, 1, offset=4 * build.PAGE, length=4 * build.PAGE)
+    builder.register(held, held, errno="ENOMEM", pins=[2, 1], trace=build.failing_trace(4))
+    builder.release(old)
+    if 3 in left:
+        old, was = build.state(half, [2049] * 4 + [1] * 4), old
+        builder.pin(was, old, 3, **longterm, **first)
+    builder.register(
+        old, build.state(build.OUT, [2049 + 1024 * (len(left) - 1)] * 4 + [1025] * 4), 2, pins=left
+    )
+    builder.end()
+    build.no_pin_control(builder)
+    build.ordinary_control(builder)
+    assert judge_record(builder.done())["verdicts"][0]["verdict"] == verdict
+
+
 PRIVATE_FILE = f"{build.ADDRESS:x}-{build.ADDRESS + 8 * build.PAGE:x} rw-p 00000000 00:01 7 /memfd:x"
 
 

@@ -356,7 +356,10 @@ def references_on_exactly_the_pinned_pages(case: Case) -> Check:
         too_many = (counted & case.stuck) - state.known("pincount")
         if too_many:
             text = f"page {too_many} had more pins than the {count} of this scenario {when} the registration"
-            return Check(name, CONTRADICTED, text)
+            own = any(pin.kind == "get" and pin.owner in UNASKED for pin in case.held)
+            return Check(
+                name, CONTRADICTED, text, "if your code pins by FOLL_PIN, write kind='pin'" if own else ""
+            )
         others = case.must_move if when == "before" else Spans()
         pinned_too = held_now(state, case.buffer, others, TRANSIENT + 1)
         if pinned_too:
@@ -442,7 +445,8 @@ def releasing_made_it_succeed(case: Case) -> Check:
     later = same_call_after_release(case)
     if later is None:
         return Check(name, MISSING, "the same registration was not tried again after the release", how)
-    if pins_on(later):
+    before = {pin.id for pin in case.held}  # of these the plain ones are gone: what is left did not change
+    if any(pin.id not in before for pin in pins_on(later)):
         return Check(name, MISSING, "another pin was held when the registration was tried again", how)
     if not later.succeeded:
         text = f"with the pin released the same registration still failed, with {later.errno}"
