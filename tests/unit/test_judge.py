@@ -857,6 +857,21 @@ def test_a_long_term_pin_that_stood_at_both_tries_changed_nothing(left: list[int
     assert judge_record(builder.done())["verdicts"][0]["verdict"] == verdict
 
 
+def test_pages_that_are_not_there_yet_are_not_a_matter_of_rights() -> None:
+    """To run as root helps nobody whose pages were known, and ordinary or absent."""
+    for pfns, due in (([0] * 8, "page 0-7 had no frame yet"), (build.OUT, "every page was ordinary")):
+        builder = build.Builder()
+        builder.memory_map()
+        builder.begin("no_pin", contract="none", controls={"with-pin": "pin=pin"})
+        builder.buffer(build.state(pfns))
+        builder.register(build.state(pfns), build.state(build.OUT, 1025))
+        builder.end()
+        verdict = judge_record(builder.done())["verdicts"][0]
+        assert verdict["verdict"] == "unmet"
+        assert due in str(verdict["unmet"])
+        assert "as root" not in str(verdict["unmet"])
+
+
 PRIVATE_FILE = f"{build.ADDRESS:x}-{build.ADDRESS + 8 * build.PAGE:x} rw-p 00000000 00:01 7 /memfd:x"
 
 

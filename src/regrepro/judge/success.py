@@ -59,7 +59,8 @@ def _pin_checks(case: Case) -> list[Check]:
         checks.append(Check("pin", rules.MISSING, "no pin was ever taken", "let the scenario pin its buffer"))
     elif taken and not case.held and not any(pin.seq > case.registration.seq for pin in taken):
         why = "no pin was held on these pages when they were registered, and none was taken after"
-        checks.append(Check("pin", rules.MISSING, why, "register while the pin is held"))
+        how = "register while the pin is held, and map nothing anew meanwhile"
+        checks.append(Check("pin", rules.MISSING, why, how))
     return checks
 
 
@@ -159,7 +160,8 @@ def _kernel_checks(case: Case) -> list[Check]:
         return []
     mine = Spans.of(pair for pin in case.held for pair in pin.spans.pairs) & case.unpinnable
     if not mine:
-        return [Check("placement", rules.MISSING, "none of the pinned pages was unpinnable", how)]
+        text, how = "none of the pinned pages was unpinnable", "pin unpinnable ones: see place="
+        return [Check("placement", rules.MISSING, text, how)]
     checks = []
     for when, state in (("before", before), ("after", after)):
         copied = case.may_be_copied(before) & before.moved(after)
