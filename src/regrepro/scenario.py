@@ -381,6 +381,8 @@ def _check_expectation(
     """Check what a scenario expects under one contract (see `Expectation`)."""
 
     def check_verdict(verdict: Any) -> None:
+        if isinstance(verdict, list):
+            raise wrong("expects", f"{verdict!r} is no verdict", 'write {"verdict": […]}')
         if verdict not in EXPECTATIONS:
             raise wrong("expects", f"unknown verdict {verdict!r}", _suggest(verdict, EXPECTATIONS))
 

@@ -248,6 +248,7 @@ class Builder:
     def buffer(self, pages: dict[str, Any] | None, number: int = 1, **keys: Any) -> None:
         """Append a buffer of as many pages as its state has (8 without one)."""
         length = (pages["pages"] if pages else 8) * PAGE
+        sharing = "s" if keys.get("backing") in ("memfd", "shm", "file") else "p"
         self.event(
             "buffer",
             **{
@@ -259,7 +260,7 @@ class Builder:
                 "owner": "host",
                 "place": "unpinnable",
                 "placed": "gather",
-                "vma": f"{ADDRESS:x}-{ADDRESS + length:x} rw-p 00000000 00:00 0 ",
+                "vma": f"{ADDRESS:x}-{ADDRESS + length:x} rw-{sharing} 00000000 00:00 0 ",
                 "pages": pages,
                 "stand_in": None,
                 **keys,

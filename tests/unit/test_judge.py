@@ -830,6 +830,96 @@ def test_no_missing_piece_turns_into_reproduced(seed: int, partly: bool) -> None
     )
 
 
+@pytest.mark.parametrize(("left", "verdict"), [([2], "reproduced"), ([2, 3], "unmet")])
+def test_a_long_term_pin_that_stood_at_both_tries_changed_nothing(left: list[int], verdict: str) -> None:
+    """Half of the pages bear an older FOLL_LONGTERM pin throughout; a pin that is new at the retry counts."""
+    builder = build.Builder()
+    builder.memory_map()
+    builder.begin()
+    half, longterm = [*build.OUT[:4], *build.CMA[4:]], {"kind": "longterm", "owner": "io-uring"}
+    first = {"offset": 0, "length": 4 * build.PAGE}
+    old = build.state(half, [1025] * 4 + [1] * 4)
+    held = build.state(half, 1025)
+    builder.buffer(build.state(build.CMA))
+    builder.pin(build.state(build.CMA), old, 2, **longterm, **first)
+    builder.pin(old, held, 1, offset=4 * build.PAGE, length=4 * build.PAGE)
+    builder.register(held, held, errno="ENOMEM", pins=[2, 1], trace=build.failing_trace(4))
+    builder.release(old)
+    if 3 in left:
+        old, was = build.state(half, [2049] * 4 + [1] * 4), old
+        builder.pin(was, old, 3, **longterm, **first)
+    builder.register(
+        old, build.state(build.OUT, [2049 + 1024 * (len(left) - 1)] * 4 + [1025] * 4), 2, pins=left
+    )
+    builder.end()
+    build.no_pin_control(builder)
+    build.ordinary_control(builder)
+    assert judge_record(builder.done())["verdicts"][0]["verdict"] == verdict
+
+
+def test_pages_that_are_not_there_yet_are_not_a_matter_of_rights() -> None:
+    """To run as root helps nobody whose pages were known, and ordinary or absent."""
+    for pfns, due in (([0] * 8, "page 0-7 had no frame yet"), (build.OUT, "every page was ordinary")):
+        builder = build.Builder()
+        builder.memory_map()
+        builder.begin("no_pin", contract="none", controls={"with-pin": "pin=pin"})
+        builder.buffer(build.state(pfns))
+        builder.register(build.state(pfns), build.state(build.OUT, 1025))
+        builder.end()
+        verdict = judge_record(builder.done())["verdicts"][0]
+        assert verdict["verdict"] == "unmet"
+        assert due in str(verdict["unmet"])
+        assert "as root" not in str(verdict["unmet"])
+
+
+PRIVATE_FILE = f"{build.ADDRESS:x}-{build.ADDRESS + 8 * build.PAGE:x} rw-p 00000000 00:01 7 /memfd:x"
+
+
+def test_a_private_mapping_of_a_file_is_copied_and_not_migrated() -> None:
+    """Its pages are copied by a write even where nobody else maps them (`do_wp_page`, mm/memory.c)."""
+    builder = build.Builder()
+    builder.memory_map()
+    builder.begin("no_pin", contract="none", expects={"none": "not-reproduced"}, controls={"x": "pin=pin"})
+    before = build.state(build.CMA, 2, 1, traits=[[0, 8, "file exclusive"]])
+    builder.buffer(before, backing="memfd", vma=PRIVATE_FILE)
+    builder.register(before, build.state(build.OUT, 1025))
+    builder.end()
+    assert "were copied, not migrated" in judge_record(builder.done())["verdicts"][0]["reason"]
+
+
+def test_a_plain_pin_that_copied_a_file_s_pages_did_not_ask_for_longterm() -> None:
+    """Without a trace only the movement tells, and copy-on-write moves pages for any pin."""
+    builder = build.Builder()
+    builder.memory_map()
+    builder.begin("copied", controls={"no-pin": "pin=none"})
+    before = build.state(build.CMA, 2, 1, traits=[[0, 8, "file exclusive"]], baseline=[[0, 8, 2]])
+    after = build.state(build.OUT, 1025, baseline=[[0, 8, 1]])
+    builder.buffer(before, backing="memfd", vma=PRIVATE_FILE)
+    untraced = {"status": "unavailable", "why": "no tracefs"}
+    builder.pin(before, after, trace=untraced)
+    builder.register(after, build.state(build.OUT, 2049, baseline=[[0, 8, 1]]), pins=[1], trace=untraced)
+    builder.end()
+    verdict = judge_record(builder.done())["verdicts"][0]
+    assert verdict["basis"] != "pin"
+    assert "copy-on-write" in verdict["reason"]
+
+
+def test_a_pin_on_what_was_copied_is_not_said_to_come_from_a_fork() -> None:
+    """A private mapping of a memfd that is pinned by its shared one: the frames part at the first write."""
+    builder = build.Builder()
+    builder.memory_map()
+    builder.begin("copied", controls={"no-pin": "pin=none"})
+    fresh = build.state(build.CMA, 3, 2, traits=[[0, 8, "file shared"]])
+    held = build.state(build.CMA, 1027, 2, traits=[[0, 8, "file shared"]])
+    builder.buffer(fresh, backing="memfd", vma=PRIVATE_FILE)
+    builder.pin(fresh, held)
+    builder.register(held, build.state(build.OUT, 1025), pins=[1])
+    builder.end()
+    reason = judge_record(builder.done())["verdicts"][0]["reason"]
+    assert "fork" not in reason
+    assert "so that this bug was not tried on them" in reason
+
+
 @pytest.mark.parametrize(
     ("backing", "maps", "traits", "due"),
     [

@@ -306,3 +306,14 @@ def test_a_call_that_asked_for_longterm_on_other_pages_proves_nothing() -> None:
     trace["events"][0]["args"]["start"] = SECOND
     build.find(record, "pin").update(owner="own-code", trace=trace, api="mine.pin")
     assert first(record)["verdict"] == "unmet"
+
+
+@pytest.mark.parametrize(("kind", "other"), [("pin", "get"), ("get", "pin")])
+def test_code_that_takes_another_kind_of_pin_than_it_says_is_told_what_to_write(
+    kind: str, other: str
+) -> None:
+    record = build.reproduced_record() if kind == "pin" else build.get_record()
+    build.find(record, "pin").update(owner="own-code", api="mine.pin", kind=other)
+    found = first(record)
+    assert found["verdict"] == "unmet"
+    assert f"write kind='{kind}'" in str(found["unmet"])

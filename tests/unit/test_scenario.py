@@ -256,6 +256,7 @@ def test_what_is_expected_may_depend_on_the_kernel(tmp_path: Path) -> None:
         ('{"verdict": "unmet", "layer": 7}', "layer=7 is no word"),
         ('{"verdict": ["unmet", "bad"]}', "unknown verdict 'bad'"),
         ("7", "unknown verdict 7"),
+        ('["unmet", "reproduced"]', 'write {"verdict": […]}'),
     ],
 )
 def test_what_cannot_be_expected_is_said(tmp_path: Path, expected: str, says: str) -> None:

@@ -35,13 +35,16 @@ _MAX_ERRNO = 4095
 _UNTOLD = ("EUNKNOWN",)  # `watch`: nobody said the errno
 
 
+RERUN = "run it again"
+
+
 @dataclass(frozen=True)
 class Flaw:
     """Where a record contradicts itself. `seqs`: the events involved, None where it is the whole pass."""
 
     text: str
     seqs: frozenset[int] | None
-    how: str = "run it again"
+    how: str = RERUN
 
 
 def flaws(facts: Facts, run: Pass) -> list[Flaw]:
@@ -526,7 +529,9 @@ def _while_held(facts: Facts, run: Pass) -> Iterator[Flaw]:
                 if lost:
                     word = ("before", "after")[when]
                     text = f"pin {pin.id} was alive {word} the registration, and page {lost} bore none"
-                    yield Flaw(text, _of(pin, registration))
+                    plain = pin.owner in UNASKED and not lost & bare
+                    how = "if your code takes references by FOLL_GET, write kind='get'" if plain else RERUN
+                    yield Flaw(text, _of(pin, registration), how)
 
 
 def _flags(facts: Facts, run: Pass) -> Iterator[Flaw]:
@@ -603,7 +608,8 @@ def _releases(facts: Facts, run: Pass) -> Iterator[Flaw]:
             continue
         who = frozenset({pin.seq, release.seq})
         if release.bytes_kept is False:
-            yield Flaw(f"the release of pin {pin.id} changed bytes of the buffer", who)
+            text = f"bytes of the buffer changed while pin {pin.id} was released"
+            yield Flaw(text, who, "run it again, with nothing that writes into the buffer meanwhile")
         if release.was_alive is False and release.errno is None:
             yield Flaw(f"pin {pin.id} was dead when it was released", who)
         if pin.errno is not None:

@@ -88,11 +88,12 @@ def pin_contract(buffer: Buffer, pin: Pin) -> Contract:
     """Whether a pin asked for FOLL_LONGTERM, by movement alone.
 
     A pin with FOLL_LONGTERM moves unpinnable pages out first (`__gup_longterm_locked`, mm/gup.c). Movement
-    means that only if nothing else can have moved them: after fork() any pin for writing breaks
-    copy-on-write (`do_wp_page`, mm/memory.c), so each page of a private mapping must have been mapped once;
-    it must now bear exactly one pin more than its baseline; and pages that were not pinned must have stayed:
-    NUMA balancing and compaction move pages, too. And the pin that moved them must be the one that stands:
-    code that is not our own may pin for long, let go, and pin again without FOLL_LONGTERM.
+    means that only if nothing else can have moved them: after fork() any pin for writing breaks copy-on-write
+    (`do_wp_page`, mm/memory.c), and so it does with a file's pages in a private mapping, so each page of a
+    private mapping must have been anonymous and mapped once; it must now bear exactly one pin more than its
+    baseline; and pages that were not pinned must have stayed: NUMA balancing and compaction move pages, too.
+    And the pin that moved them must be the one that stands: code that is not our own may pin for long, let
+    go, and pin again without FOLL_LONGTERM.
     """
     before, after = pin.before, pin.after
     if after is None:
@@ -111,11 +112,10 @@ def pin_contract(buffer: Buffer, pin: Pin) -> Contract:
         return Contract("unknown", f"page {was - moved} did not move, others did")
     if moved - after.placed("ordinary"):
         return Contract("unknown", "its pages did not provably leave unpinnable memory")
-    shared = before.shared & moved
-    if shared and not buffer.shared_mapping:
-        return Contract(
-            "unknown", f"page {shared} was mapped more than once: copy-on-write moves it, too", moved
-        )
+    shared = before.copied_by_a_write(shared_mapping=buffer.shared_mapping) & moved
+    if shared:
+        why = f"page {shared} was not this mapping's alone: copy-on-write moves it, too"
+        return Contract("unknown", why, moved)
     alone = before.where("mapcount", lambda count: count == 1 or (count > 1 and buffer.shared_mapping))
     if moved - alone:
         return Contract("unknown", "that nobody else mapped its pages is not known", moved)

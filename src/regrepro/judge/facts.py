@@ -157,9 +157,14 @@ class Buffer:
 
     @property
     def shared_mapping(self) -> bool:
-        """Whether it is a shared mapping (`rw-s` in /proc/self/maps): all who map its pages have the same."""
+        """Whether it is a shared mapping (`rw-s` in /proc/self/maps): all who map its pages have the same.
+
+        Where the record has no such line: files that the stage maps, it maps shared.
+        """
         words = self.vma.split()
-        return len(words) > 1 and words[1].endswith("s")
+        if len(words) < 2:
+            return self.backing in ("memfd", "shm", "file")
+        return words[1].endswith("s")
 
     @property
     def on_gpu(self) -> bool:

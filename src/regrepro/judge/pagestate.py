@@ -127,9 +127,12 @@ class PageState:
         merged = self.trait("shared") | self.trait("ksm")
         return self.where("mapcount", lambda count: count > 1) | merged
 
-    def copied(self, later: PageState, backing: str) -> Spans:
-        """The pages that got another frame by copy-on-write, not by migration: anonymous ones, shared."""
-        return Spans() if cache_references(backing) else self.moved(later) & self.shared
+    def copied_by_a_write(self, *, shared_mapping: bool) -> Spans:
+        """The pages that a write, or a pin for writing, replaces by copies: of a private mapping those that
+        others refer to, and all of its file, mapped once or not (`do_wp_page`, mm/memory.c, copies what is
+        not an exclusive anonymous page; where VM_SHARED is set it copies nothing).
+        """
+        return Spans() if shared_mapping else self.shared | self.trait("file")
 
     def trait(self, word: str) -> Spans:
         """The pages that bear a trait."""

@@ -92,12 +92,8 @@ class Case:
         return frozenset((self.buffer.seq, *of_pins, *releases, *calls, *pins_of_third))
 
     def may_be_copied(self, state: PageState) -> Spans:
-        """The pages that a write may have replaced by copies: mapped more than once, and privately.
-
-        A write to a shared mapping goes to the one page of all (`do_wp_page`, mm/memory.c, copies only where
-        VM_SHARED is not set).
-        """
-        return Spans() if self.buffer.shared_mapping else state.shared
+        """The pages that a write may have replaced by copies."""
+        return state.copied_by_a_write(shared_mapping=self.buffer.shared_mapping)
 
     @cached_property
     def unpinnable(self) -> Spans:
@@ -291,6 +287,8 @@ def exactly_the_pinned_pages_stayed(case: Case) -> Check:
     before, after = case.registration.before, case.registration.after
     if before is None or after is None:
         return Check(name, MISSING, "the PFNs before and after the registration are not both known", how)
+    if not case.stuck:
+        return Check(name, MISSING, "no page was seen that a pin of this scenario should have kept", how)
     if case.reached is None:
         return Check(name, MISSING, "how far the registration came is not known (page size missing)", how)
     unmoved, moved = before.unmoved(after), before.moved(after)
@@ -371,7 +369,10 @@ def references_on_exactly_the_pinned_pages(case: Case) -> Check:
         too_many = (counted & case.stuck) - state.known("pincount")
         if too_many:
             text = f"page {too_many} had more pins than the {count} of this scenario {when} the registration"
-            return Check(name, CONTRADICTED, text)
+            own = any(pin.kind == "get" and pin.owner in UNASKED for pin in case.held)
+            return Check(
+                name, CONTRADICTED, text, "if your code pins by FOLL_PIN, write kind='pin'" if own else ""
+            )
         others = case.must_move if when == "before" else Spans()
         pinned_too = held_now(state, case.buffer, others, TRANSIENT + 1)
         if pinned_too:
@@ -457,7 +458,8 @@ def releasing_made_it_succeed(case: Case) -> Check:
     later = same_call_after_release(case)
     if later is None:
         return Check(name, MISSING, "the same registration was not tried again after the release", how)
-    if pins_on(later):
+    before = {pin.id for pin in case.held}  # of these the plain ones are gone: what is left did not change
+    if any(pin.id not in before for pin in pins_on(later)):
         return Check(name, MISSING, "another pin was held when the registration was tried again", how)
     if not later.succeeded:
         text = f"with the pin released the same registration still failed, with {later.errno}"

@@ -59,7 +59,8 @@ def _pin_checks(case: Case) -> list[Check]:
         checks.append(Check("pin", rules.MISSING, "no pin was ever taken", "let the scenario pin its buffer"))
     elif taken and not case.held and not any(pin.seq > case.registration.seq for pin in taken):
         why = "no pin was held on these pages when they were registered, and none was taken after"
-        checks.append(Check("pin", rules.MISSING, why, "register while the pin is held"))
+        how = "register while the pin is held, and map nothing anew meanwhile"
+        checks.append(Check("pin", rules.MISSING, why, how))
     return checks
 
 
@@ -147,16 +148,20 @@ def _kernel_checks(case: Case) -> list[Check]:
         why = registration.pages_unknown or "the pages were not read before and after the registration"
         return [Check("placement", rules.MISSING, why, how)]
     if not case.unpinnable:
-        return [
-            Check(
-                "placement", rules.MISSING, "no page was provably unpinnable when the registration began", how
-            )
-        ]
+        known = before.placed("ordinary", "absent")
+        if before.how == "observed" and registration.spans <= known:
+            absent = registration.spans & before.placed("absent")
+            why = f"page {absent} had no frame yet" if absent else "every page was ordinary"
+            text, how = f"{why} when the registration began", "place them, by place= or renew()"
+            return [Check("placement", rules.MISSING, text, how)]
+        text = "no page was provably unpinnable when the registration began"
+        return [Check("placement", rules.MISSING, text, how)]
     if not case.held:
         return []
     mine = Spans.of(pair for pin in case.held for pair in pin.spans.pairs) & case.unpinnable
     if not mine:
-        return [Check("placement", rules.MISSING, "none of the pinned pages was unpinnable", how)]
+        text, how = "none of the pinned pages was unpinnable", "pin unpinnable ones: see place="
+        return [Check("placement", rules.MISSING, text, how)]
     checks = []
     for when, state in (("before", before), ("after", after)):
         copied = case.may_be_copied(before) & before.moved(after)
@@ -202,20 +207,19 @@ def _kernel_allowed(case: Case) -> str:
     registration = case.registration
     assert registration.before is not None and registration.after is not None
     moved = case.unpinnable & registration.before.moved(registration.after)
+    copied = moved & case.may_be_copied(registration.before)
     count = case.unpinnable.total
     later = [pin for pin in case.run.pins.values() if pin.errno is None and pin.seq > registration.seq]
     if not case.held:
         when = "before any pin was taken" if later else "while no pin held them"
-        copied = case.unpinnable & registration.before.copied(registration.after, case.buffer.backing)
         if copied:
-            return (
-                f"{_pages(copied.total)} shared with KSM or another process were copied, not migrated, {when}"
-            )
+            return f"{_pages(copied.total)} that others map as well were copied, not migrated, {when}"
         if moved:
             return f"the kernel moved {_pages(moved.total)} out of unpinnable memory {when}"
         return f"this kernel pinned {_pages(count)} in place, in unpinnable memory, {when}"
-    if moved:
-        return f"the pages were shared after a fork, so the registration copied {moved.total} of them"
+    if copied:
+        what = f"{_pages(copied.total)} that others map as well were copied, not migrated"
+        return f"{what}: the pin holds what they were copied from, so that this bug was not tried on them"
     return f"this kernel pins {_pages(count)} in place, in unpinnable memory, although a pin is held on them"
 
 
