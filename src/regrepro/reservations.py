@@ -110,8 +110,11 @@ def find(command_line: str, boot: Boot, given: Iterable[str] = ()) -> list[Reser
     ]
     known = [item for item in found if item is not None]
     unknown = _unknown(boot)
+    written = {_word(word): word for word in command_line.split()}
     for item in known:
-        if item.ok is None and item.argument.partition("=")[::2] in {_word(word) for word in unknown}:
+        # As it was written: so the kernel lists it, and so `--boot` stands in the record.
+        item.argument = written.get(_word(item.argument), item.argument)
+        if item.ok is None and item.argument in unknown:
             item.ok, item.why = False, _NOT_KNOWN
     last = {_word(word)[0]: word for word in given}
     known += [

@@ -198,17 +198,13 @@ def test_this_boot() -> None:
 
 
 @pytest.mark.parametrize(
-    ("argument", "named"),
-    [
-        ("hugetlb-cma=9G", "hugetlb_cma=9G"),
-        ("numa-cma=0:9G", "numa_cma=0:9G"),
-        ("kho-scratch=256M", "kho_scratch=256M"),
-    ],
+    "argument", ["hugetlb-cma=9G", "numa-cma=0:9G", "kho-scratch=256M", "hugetlb_cma=9G"]
 )
-def test_a_dash_in_a_name_is_an_underscore_to_the_kernel(argument: str, named: str) -> None:
+def test_a_dash_in_a_name_is_an_underscore_to_the_kernel(argument: str) -> None:
+    # `argument` stays as it was written: the judge holds it against what `--boot` was given.
     # Seen on 7.3: `hugetlb-cma=9G` with 2 GiB is tried, fails, and is not among the unknown ones.
     found = reserve(argument, given=(argument,), meminfo={"CmaTotal": 0, "CmaFree": 0})
-    assert [(name, item.ok) for name, item in found.items()] == [(named, False)]
+    assert [(name, item.ok) for name, item in found.items()] == [(argument, False)]
 
 
 def test_a_dash_in_a_name_that_the_kernel_does_not_know() -> None:
