@@ -202,7 +202,7 @@ class Builder:
             has_unpinnable=has_unpinnable,
             zones=[{**zone, "blocks": {"Movable": 10, "CMA": 2 if has_unpinnable else 0}}],
             cma_areas=[],
-            unpinnable_ranges=[[1, UNPINNABLE_BELOW, "cma"]] if has_unpinnable else [],
+            unpinnable_ranges=[[1, 2 * UNPINNABLE_BELOW, "cma"]] if has_unpinnable else [],
             selfcheck={"passed": True, "differences": []},
             sources=["/proc/kcore", "/proc/pagetypeinfo"],
             problems=[],

@@ -9,14 +9,15 @@ seen) contradicts nothing. Kernel functions are named with the file that holds t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from regrepro.errors import errno_name
 from regrepro.judge import tracefacts as fn
 from regrepro.judge.facts import Buffer, Facts, Pass, Pin, Registration
 from regrepro.judge.frames import pins_on
-from regrepro.judge.owners import UNASKED
+from regrepro.judge.owners import DRIVER_MODULES, UNASKED
 from regrepro.judge.pagestate import PIN_BIAS, UNPINNABLE, PageState, cache_references, where, whole_number
 from regrepro.judge.rules import reached
 from regrepro.judge.spans import Run, Spans, together
@@ -79,6 +80,10 @@ def _memory_map(facts: Facts, run: Pass) -> Iterator[Flaw]:
         return
     if known.complete and known.selfcheck is False:
         yield Flaw("the memory map is called complete though its self-check failed", None)
+    check = run.map_check
+    again = check is not None and check.complete and check.changed is False and check.has_unpinnable is False
+    if known.complete and known.has_unpinnable and again:
+        yield Flaw("the unpinnable memory of the map is gone, and it is called unchanged", None)
     if known.has_unpinnable is not False:
         return
     if known.cma_blocks or known.ranges:
@@ -115,9 +120,7 @@ def _identities(facts: Facts, run: Pass) -> Iterator[Flaw]:
         if errno is None:
             ended.add(number)
     for event in run.transfers:
-        mr = made.get(whole_number(event.get("registration")) or 0)
-        if mr is not None and not mr.succeeded and not event.get("errno"):
-            yield Flaw(f"registration {mr.id} failed, and a transfer went through it", _of(mr))
+        yield from _transfer(run, made.get(whole_number(event.get("registration")) or 0), event)
     freed: dict[int, int] = {}
     for seq, number in run.freed:
         if number in freed:
@@ -126,6 +129,36 @@ def _identities(facts: Facts, run: Pass) -> Iterator[Flaw]:
     for use in run.calls:
         if freed.get(use.buffer, use.seq) < use.seq:
             yield Flaw(f"buffer {use.buffer} was used after it was freed", _of(use))
+
+
+def _transfer(run: Pass, mr: Registration | None, event: Mapping[str, Any]) -> Iterator[Flaw]:
+    """A key lets nothing through before it was given, after it was taken back, or beyond its MR
+    (`mr_check_range` in drivers/infiniband/sw/rxe/rxe_mr.c; a device's own tables alike).
+    """
+    if event.get("errno"):
+        return
+    seq, size = whole_number(event.get("seq")) or 0, whole_number(event.get("bytes")) or 0
+    if mr is None:
+        if not run.series:
+            yield Flaw("a transfer went through a registration that the record does not hold", None)
+    elif not mr.succeeded:
+        yield Flaw(f"registration {mr.id} failed, and a transfer went through it", _of(mr))
+    elif seq and (seq < mr.seq or (mr.deregistered is not None and seq > mr.deregistered)):
+        yield Flaw(f"a transfer went through registration {mr.id} when it was none", _of(mr))
+    elif mr.length is not None and size > mr.length:
+        yield Flaw(f"a transfer of {size} bytes went through registration {mr.id}, of {mr.length}", _of(mr))
+
+
+def _changes(facts: Facts, run: Pass) -> Iterator[Flaw]:
+    """The scenario itself changes nothing; a control changes what the scenario declares for it."""
+    if run.control is None:
+        if run.change:
+            yield Flaw(f"the scenario itself is said to have changed {run.change}, as a control does", None)
+        return
+    declared = run.declared.get("controls")
+    change = declared.get(run.control) if isinstance(declared, Mapping) else None
+    if run.change and isinstance(change, str) and change != run.change:
+        yield Flaw(f"control {run.control} changes {change}, and is said to have changed {run.change}", None)
 
 
 def _states(run: Pass) -> Iterator[tuple[int, Buffer, PageState]]:
@@ -158,6 +191,42 @@ def _page_states(facts: Facts, run: Pass) -> Iterator[Flaw]:
         )
         if lost:
             yield Flaw(f"page {lost} has a place without a frame, or the reverse", frozenset({seq}))
+
+
+def _frames(facts: Facts, run: Pass) -> Iterator[Flaw]:
+    """Where a frame lies the memory map says as well: CMA areas stay where they were made at boot
+    (`cma_init_reserved_areas`, mm/cma.c), ZONE_MOVABLE as long as no memory block comes or goes. A page that
+    is mapped once lies at one address.
+    """
+    known, check = run.memory_map, run.map_check
+    settled = check is not None and check.changed is False and check.block_events == 0
+    kinds = [name for name in ("cma", "movable-zone") if name == "cma" or settled]
+    seen: set[int] = set()
+    for seq, _, state in _states(run):
+        if id(state) in seen:
+            continue
+        seen.add(id(state))
+        who = frozenset({seq})
+        once = [(a, b, None) for a, b in state.where("mapcount", lambda count: count == 1).pairs]
+        single = [(a + step, b + step) for a, b, step, _ in together(state.pfn, once)]
+        if Spans.of(single).total < sum(b - a for a, b in single):
+            yield Flaw("two pages of the buffer have one frame, which is mapped once", who)
+        if known is None or not known.complete or known.ranges is None or run.watched:
+            continue
+        for kind in kinds:
+            others = known.of_kind("isolate")  # a block of either kind may be isolated for a while
+            said = _frames_in(state, kind) - known.of_kind(kind) - others
+            if said:
+                yield Flaw(f"frame {said} is called {kind}, and the memory map has none there", who)
+            said = _frames_in(state, "ordinary") & (known.of_kind(kind) - others)
+            if said:
+                yield Flaw(f"frame {said} is called ordinary, and is {kind} in the memory map", who)
+
+
+def _frames_in(state: PageState, place: str) -> Spans:
+    """The frames of a buffer's pages in one place."""
+    found = together(state.pfn, state.place)
+    return Spans.of((a + step, b + step) for a, b, step, name in found if name == place)
 
 
 def _places(facts: Facts, run: Pass) -> Iterator[Flaw]:
@@ -261,12 +330,22 @@ def _within(run: Pass, registration: Registration) -> Iterator[Flaw]:
 
 def _traces(facts: Facts, run: Pass) -> Iterator[Flaw]:
     """A trace agrees with itself, and with those of the other calls: probes are placed once a run."""
+    decoded: dict[int, frozenset[str]] = {}
     for call in run.calls:
         trace, who = call.trace, _of(call)
         if trace.status == "unavailable" and facts.could_trace:
             yield Flaw("the call has no trace, though the kernel traced others of this run", who)
+        elif trace.status == "off" and facts.could_trace:
+            yield Flaw("the call was not traced, and others of this run were", who)
+        if trace.overstated and call.errno is None:  # of one that failed nothing is proven by it anyway
+            yield Flaw("the call's trace is called complete, and counts what it lost", who)
         if not trace.complete:
             continue
+        if not run.watched and trace.unpaired:
+            yield Flaw("migrate_pages and its own tracepoint were not seen equally often", who)
+        for bits, words in trace.flag_words.items():
+            if decoded.setdefault(bits, words) != words:
+                yield Flaw(f"gup_flags {bits:#x} has other names in another call's trace", None)
         in_sight = trace.in_sight if run.watched else trace.in_sight | facts.probed
         hidden = sorted(name for name in in_sight if trace.hidden(name))
         if hidden:
@@ -455,6 +534,11 @@ def _by_registrations(facts: Facts, run: Pass) -> Iterator[Flaw]:
             continue
         who, trace = _of(registration), registration.trace
         more, fewer = _rise(before, after, buffer, registration.spans)
+        pinned = any(pin.kind != "none" and pin.seq < registration.seq for pin in run.pins.values())
+        alone = before.where("mapcount", lambda count: count == 1) - before.shared - before.known("pincount")
+        stuck = where(_borne(before, buffer), lambda count: count > 0) & alone & before.moved(after)
+        if stuck & registration.spans and not pinned:  # else a pin may have gone meanwhile
+            yield Flaw(f"page {stuck & registration.spans} bore a pin, and moved all the same", who)
         if not registration.succeeded:
             more = more & before.unmoved(after)
             if more:
@@ -543,6 +627,9 @@ def _flags(facts: Facts, run: Pass) -> Iterator[Flaw]:
         if pin.kind == "none" or pin.errno is not None or not pin.trace.complete:
             continue
         who, taken = _of(pin), [call for call in pin.trace.gup_calls if call["ret"] > 0]
+        refused = pin.trace.failed(_IO_URING)
+        if refused is not None and pin.owner not in UNASKED:
+            yield Flaw(f"pin {pin.id} was taken, and {_IO_URING[0]} returned {refused}", who)
         longterm = any(call["longterm"] for call in taken)
         if pin.owner in UNASKED:
             stayed = pin.after.unpinnable & pin.spans if pin.after is not None else Spans()
@@ -562,6 +649,40 @@ def _flags(facts: Facts, run: Pass) -> Iterator[Flaw]:
             yield Flaw(f"pin {pin.id} was taken, and its trace shows that the kernel refused it", who)
         elif not got and pin.trace.probed is not None and pin.trace.probed.issuperset(names):
             yield Flaw(f"pin {pin.id} was taken, and its trace shows no call that takes references", who)
+
+
+_KIND_OF_OWNER = {
+    "process-vm": "pin",
+    "standin:pin": "pin",
+    "vmsplice": "get",
+    "io-uring": "longterm",
+    "standin:longterm": "longterm",
+}
+"""What each call of the harness' own takes."""
+
+
+def _owners(facts: Facts, run: Pass) -> Iterator[Flaw]:
+    """The harness' own calls take what they always take, of the pages that they were given: process_vm_writev
+    a FOLL_PIN (mm/process_vm_access.c), vmsplice a FOLL_GET (fs/splice.c), io_uring a FOLL_LONGTERM pin
+    (io_uring/rsrc.c); and no driver stands in their stack.
+    """
+    for pin in run.pins.values():
+        kind, who = _KIND_OF_OWNER.get(pin.owner), _of(pin)
+        if kind is None or pin.kind == "none":
+            continue
+        if pin.errno is not None or not pin.trace.complete:
+            continue
+        if pin.kind != kind:
+            yield Flaw(f"pin {pin.id} is called {pin.kind}, and {pin.owner} takes none of that kind", who)
+        buffer, calls = run.buffers[pin.buffer], [call for call in pin.trace.gup_calls if call["ret"] > 0]
+        if any(DRIVER_MODULES.intersection(call["modules"]) for call in calls):
+            yield Flaw(f"pin {pin.id} is called one of {pin.owner}, and a driver stands in its stack", who)
+        if not calls or any(call["start"] is None for call in calls):
+            continue
+        taken = [buffer.pages(call["start"], call["ret"] * buffer.page_size) for call in calls]
+        left = pin.spans - Spans.of(pair for spans in taken for pair in spans.pairs)
+        if left:
+            yield Flaw(f"pin {pin.id} was taken, and its trace shows no call that took page {left}", who)
 
 
 def _pins_in_place(facts: Facts) -> bool:
@@ -644,7 +765,9 @@ RULES: tuple[Callable[[Facts, Pass], Iterable[Flaw]], ...] = (
     _order,
     _memory_map,
     _identities,
+    _changes,
     _page_states,
+    _frames,
     _places,
     _outcomes,
     _traces,
@@ -654,6 +777,7 @@ RULES: tuple[Callable[[Facts, Pass], Iterable[Flaw]], ...] = (
     _by_pins,
     _while_held,
     _flags,
+    _owners,
     _named_pins,
     _releases,
 )

@@ -197,9 +197,8 @@ def _control_flaw(case: Case, changed: str, main: Case | None) -> str:
     registration = case.registration
     before, after = registration.before, registration.after
     variable, _, value = changed.partition("=")
-    same = main is None or (main.registration.verb, main.registration.length) == (
-        registration.verb,
-        registration.length,
+    same = main is None or all(
+        getattr(main.registration, key) == getattr(registration, key) for key in ("verb", "device", "length")
     )
     if changed == "not declared":
         return "what it changes is not in the record"

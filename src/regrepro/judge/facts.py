@@ -236,7 +236,13 @@ class MemoryMap:
     selfcheck: bool | None
     problems: list[str]
     sources: list[str]
-    ranges: int = 0  # of unpinnable memory
+    ranges: dict[str, Spans] | None = field(default_factory=dict)
+    """The frames of each kind of unpinnable memory; None where they were not told."""
+
+    def of_kind(self, *names: str) -> Spans:
+        """The frames of these kinds of unpinnable memory."""
+        ranges = self.ranges or {}
+        return Spans.of(pair for name in names if name in ranges for pair in ranges[name].pairs)
 
     @property
     def none(self) -> bool:
@@ -482,6 +488,19 @@ def _find_gaps(facts: Facts, seqs: list[int]) -> None:
             item.problems.append("some of its events bear the same number")
 
 
+def _ranges(value: object) -> dict[str, Spans] | None:
+    """Read the ranges of unpinnable memory, by kind; None where there are none to read, or not all."""
+    pairs: dict[str, list[tuple[int, int]]] = {}
+    for item in value if isinstance(value, list) else [None]:
+        if not isinstance(item, list) or len(item) != 3 or not isinstance(item[2], str):
+            return None
+        first, end = whole_number(item[0]), whole_number(item[1])
+        if first is None or end is None:
+            return None
+        pairs.setdefault(item[2], []).append((first, end))
+    return {kind: Spans.of(found) for kind, found in pairs.items()}
+
+
 def _of_the_run(facts: Facts, kind: str, event: Mapping[str, Any]) -> None:
     if kind == "memory-map":
         blocks: int | None = 0
@@ -489,7 +508,6 @@ def _of_the_run(facts: Facts, kind: str, event: Mapping[str, Any]) -> None:
         for zone in zones if isinstance(zones, list) else []:
             count = whole_number(_mapping(_mapping(zone).get("blocks")).get("CMA", 0))
             blocks = None if blocks is None or count is None else blocks + count
-        ranges = event.get("unpinnable_ranges")
         facts.memory_map = MemoryMap(
             event.get("complete") is True,
             _flag(event.get("has_unpinnable")),
@@ -497,7 +515,7 @@ def _of_the_run(facts: Facts, kind: str, event: Mapping[str, Any]) -> None:
             _flag(_mapping(event.get("selfcheck")).get("passed")),
             _texts(event.get("problems")),
             _texts(event.get("sources")),
-            len(ranges) if isinstance(ranges, list) else 0,
+            _ranges(event.get("unpinnable_ranges")),
         )
     elif kind == "reservation":
         if event.get("ok") is False:

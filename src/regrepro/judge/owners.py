@@ -16,7 +16,7 @@ UNKNOWN = "unknown"
 UNASKED = ("cuda", "own-code")
 """Owners that may be unable to say whether their pin still holds: its references must."""
 
-_DRIVER_MODULES = frozenset({"nvidia", "nvidia_uvm"})
+DRIVER_MODULES = frozenset({"nvidia", "nvidia_uvm"})
 _BY_CALLER = (("process_vm_rw", "process-vm"), ("io_pin_pages", "io-uring"), ("io_sqe_buffer", "io-uring"))
 """Functions above the one that pins (mm/process_vm_access.c, io_uring/memmap.c, io_uring/rsrc.c)."""
 
@@ -36,13 +36,13 @@ def owner_of(facts: Facts, buffer: Buffer, pin: Pin) -> str:
 def _of_stack(facts: Facts, calls: list[dict[str, Any]]) -> str:
     """Who took a pin, by the stacks of the calls that took references to its pages."""
     modules = {name for call in calls for name in call["modules"]}
-    if modules & _DRIVER_MODULES and facts.driver_loaded:
+    if modules & DRIVER_MODULES and facts.driver_loaded:
         return "cuda"
     for call in calls:
         for part, owner in _BY_CALLER:
             if part in (call["caller"] or ""):
                 return owner
-    others = sorted(modules - _DRIVER_MODULES)
+    others = sorted(modules - DRIVER_MODULES)
     return others[0] if others else UNKNOWN
 
 

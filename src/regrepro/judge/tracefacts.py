@@ -80,6 +80,10 @@ class Trace:
     gup_calls: list[dict[str, Any]] = field(default_factory=list)
     stop: Stop | None = None
     tree: list[dict[str, Any]] = field(default_factory=list)
+    flag_words: dict[int, frozenset[str]] = field(default_factory=dict)
+    """What each value of `gup_flags` means, as the trace decodes it."""
+    overstated: bool = False  # it calls itself complete, and counts what it lost
+    unpaired: bool = False  # a return of migrate_pages without its tracepoint, or the reverse
 
     @property
     def complete(self) -> bool:
@@ -147,7 +151,7 @@ def read_trace(value: object, what: str, problems: list[str]) -> Trace:
     spoiled = _fill(trace, value)
     lost = [name for name in ("misses", "overrun") if (whole_number(value.get(name)) or 0) > 0]
     if trace.complete and (spoiled or lost):
-        trace.status = "spoiled"
+        trace.status, trace.overstated = "spoiled", bool(lost)
         trace.why = spoiled or f"the kernel counted {' and '.join(lost)} during the call"
     return trace
 
@@ -201,6 +205,13 @@ def _fill(trace: Trace, value: Mapping[str, Any]) -> str:
     if isinstance(value.get("probed"), list):
         trace.probed = _names(value["probed"])
         trace.probed_failures = _names(value.get("probed_failures"))
+    # Its tracepoint lies in `migrate_pages` (mm/migrate.c), on each way out of it.
+    told = any(step.succeeded is not None for step in seen)
+    trace.unpaired = any(
+        step.succeeded is None if step.returned is not None else "migrate_pages" in (trace.probed or ())
+        for step in seen
+        if told
+    )
     tree = value.get("tree")
     trace.tree = [dict(node) for node in tree if isinstance(node, Mapping)] if isinstance(tree, list) else []
     return spoiled
@@ -221,6 +232,9 @@ def _note_gup_call(trace: Trace, name: str, ret: int, event: Mapping[str, Any]) 
     if not isinstance(flags, list):
         return
     names = [flag for flag in flags if isinstance(flag, str)]
+    bits = whole_number(args.get("gup_flags"))
+    if bits is not None:
+        trace.flag_words[bits] = frozenset(names)
     frames = [event.get("caller"), *(event["stack"] if isinstance(event.get("stack"), list) else [])]
     found = [re.search(r"\[(\w+)\]$", frame) for frame in frames if isinstance(frame, str)]
     trace.gup_calls.append(
