@@ -302,7 +302,7 @@ def _listing(bundle: Bundle) -> str:
         lines.append("Nothing was replaced: this bundle was made with --no-redact.")
     lines += ["", "Left out:" if bundle.left_out else "Nothing that lay in the run directory was left out."]
     for name, why in sorted(bundle.left_out.items()):
-        shown = bundle.redactor.text(name, "REDACTED.txt")
+        shown = bundle.redactor.file_name(name, "REDACTED.txt")
         lines.append(f"  {shown}: {bundle.redactor.text(why, 'REDACTED.txt')}")
     return "\n".join(lines) + "\n"
 
@@ -335,6 +335,14 @@ def source_digest() -> str:
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
+_WITHOUT_REGREPRO = (
+    "Without regrepro: sha256sum -c SHA256SUMS, and the programs below c/, which find out by themselves",
+    "where unpinnable memory lies, and say where they cannot:",
+    "",
+    "    cc -Wall -Wextra -O2 -o program c/NAME.c -libverbs -lpthread && sudo ./program",
+)
+
+
 def _readme(bundle: Bundle) -> str:
     header = json.loads(bundle.files[FILE_NAME].partition(b"\n")[0])
     programs = sorted(name[2:-2] for name in bundle.files if name.startswith("c/"))
@@ -354,17 +362,15 @@ def _readme(bundle: Bundle) -> str:
         "    regrepro bundle --check .       (checksums, and the same verdicts from the record)",
         "    regrepro judge .                (the verdicts, with their proofs)",
         "",
-        "Without regrepro: sha256sum -c SHA256SUMS, and the programs below c/, which find out by themselves",
-        "where unpinnable memory lies, and say where they cannot:",
-        "",
-        "    cc -Wall -Wextra -O2 -o program c/NAME.c -libverbs -lpthread && sudo ./program",
+        *(_WITHOUT_REGREPRO if programs else ("Without regrepro: sha256sum -c SHA256SUMS",)),
         "",
         *how_to_repeat(header, programs),
     ]
     lines += ["Files:", ""]
     names = [name for name in _PARTS if name in bundle.files or name in (MANIFEST, SUMS)]
     lines += [f"{name:<28} {_PARTS[name]}" for name in names]
-    lines += [f"{'c/*.c':<28} the recorded steps of one scenario as a C program each"]
+    if programs:
+        lines += [f"{'c/*.c':<28} the recorded steps of one scenario as a C program each"]
     lines += [f"{'schema/*.json':<28} JSON Schemas of the record, the verdicts and the audit"]
     return "\n".join(lines) + "\n"
 

@@ -142,6 +142,7 @@ _PROGRAMS = (
     re.compile(r"\btask=([^\s,]+),pid="),
     re.compile(r"\bKilled process \d+ \(([^)\n]+)\)"),
     re.compile(r"(?m)(\S+) invoked oom-killer"),
+    re.compile(r"\bXid \([^)\n]*\): \d+, pid=[^,\n]*, name=([^,\n]+)"),  # NVIDIA's driver
 )
 _COMMANDS = (
     re.compile(r"(?m)((?:[Kk]ernel )?[Cc]ommand line: )(\S.*)$"),
@@ -179,7 +180,19 @@ _HARMLESS = re.compile(
 )
 _ASSIGNED = re.compile(r"(?<![\w.-])([\w.-]+)=([^\s,;\"')\]]+)")
 
-_SECRET = re.compile(r"(?i)([\w.-]*(?:passw|passphrase|secret|token|credential)[\w.-]*[=:] ?)([^\s,;\"']+)")
+_SECRET = r"(?:passw|passphrase|secret|token|credential|api[_-]?key)"
+# After a label, in quotes or not; `--token VALUE`; an authorization header; user and password in a URL; keys.
+_SECRETS = (
+    re.compile(rf"(?i)([\w.-]*{_SECRET}[\w.-]*[\"']?[ \t]*[=:][ \t]*[\"'])([^\"'\n]+)"),
+    re.compile(rf"(?i)([\w.-]*{_SECRET}[\w.-]*[\"']?[ \t]*[=:][ \t]*)([^\s,;\"']+)"),
+    re.compile(rf"(?i)(--[\w-]*{_SECRET}[\w-]*[ \t]+)([^\s,;\"'-][^\s,;\"']*)"),
+    re.compile(r"(?i)(\bauthorization:[ \t]*\w+[ \t]+|\bbearer[ \t]+)([^\s,;\"']+)"),
+    re.compile(r"(\b[a-z][a-z0-9+.-]*://)([^\s/@\"']+)(?=@)"),
+    re.compile(r"(-----BEGIN [A-Z ]*PRIVATE KEY-----\s*)([^-]+)(?=-----END )"),
+    re.compile(r"(\b(?:ssh-(?:rsa|dss|ed25519)|ecdsa-sha2-\w+)[ \t]+)(AAAA\S*(?:[ \t]+\S+)?)"),
+)
+
+_PLACEHOLDER = re.compile(rf"(?:{'|'.join(KINDS)})-\d+")
 
 # Of a process that `watch` followed (docs/record.md). Names of programs that many have are not private.
 _PROGRAM = re.compile(
@@ -405,7 +418,8 @@ class Redactor:
     def _all(self, text: str) -> str:
         for pattern in _COMMANDS:
             text = pattern.sub(lambda found: found[1] + self._command(found[2]), text)
-        text = _SECRET.sub(lambda found: found[1] + self._put("value", found[2]), text)
+        for pattern in _SECRETS:
+            text = pattern.sub(self._secret, text)
         text = _HOME.sub(self._home, text)
         text = self._sub(_MAIL, "mail", text)
         text = self._sub(_UUID, "uuid", text)
@@ -416,6 +430,17 @@ class Redactor:
         text = _IPV6.sub(self._address, text)
         text = _IPV4.sub(self._address, text)
         return self._names(text)
+
+    def _secret(self, found: re.Match[str]) -> str:
+        """What is a placeholder already stays."""
+        return found[0] if _PLACEHOLDER.fullmatch(found[2]) else found[1] + self._put("value", found[2])
+
+    def file_name(self, name: str, file: str) -> str:
+        """Return the name of a file that is no part of a run: all but its known words are somebody's."""
+        if not self.enabled:
+            return name
+        self._file = file
+        return self._own_words(self._all(name))
 
     def _sub(self, pattern: re.Pattern[str], kind: str, text: str) -> str:
         return pattern.sub(lambda found: self._put(kind, found[0]), text)
