@@ -597,3 +597,16 @@ def test_a_bundle_without_a_program_does_not_speak_of_one(tmp_path: Path) -> Non
     without = make_bundle(run).files
     assert not any(name.startswith("c/") for name in without)
     assert "c/" not in without["README.txt"].decode()
+
+
+def test_the_question_of_the_run_and_its_answer_go_along(tmp_path: Path) -> None:
+    run = secret_run(tmp_path)
+    again = judge.judge_record(read_record(run))
+    asked = {"question": "driver", "answer": "undecided, qzplant", "exit_code": 125}
+    (run / "verdicts.json").write_text(json.dumps({**again, **asked}))
+    kept = json.loads(make_bundle(run).files["verdicts.json"])
+    assert (kept["question"], kept["exit_code"]) == ("driver", 125)
+    assert kept["answer"].startswith("undecided, word-")
+    # An answer that is not of these verdicts does not.
+    (run / "verdicts.json").write_text(json.dumps({**again, **asked, "verdicts": []}))
+    assert "question" not in json.loads(make_bundle(run).files["verdicts.json"])

@@ -106,7 +106,7 @@ def make_bundle(
 
     clean = [redactor.json(line, FILE_NAME) for line in lines]
     bundle.files[FILE_NAME] = "".join(_compact(line) + "\n" for line in clean).encode()
-    _require_same_verdicts(bundle, verdicts)
+    _require_same_verdicts(bundle, verdicts, _asked(directory / "verdicts.json", verdicts))
     _reports(bundle)
     for name, value in attached.items():
         if value is not None:
@@ -212,7 +212,17 @@ def _note_unknown(directory: Path, bundle: Bundle) -> None:
             bundle.left_out.setdefault(file.name, "no part of a run; attach it yourself if it matters")
 
 
-def _require_same_verdicts(bundle: Bundle, verdicts: dict[str, Any]) -> None:
+def _asked(file: Path, verdicts: dict[str, Any]) -> dict[str, Any]:
+    """Return the question of the run and its answer, if they are of these verdicts; no record holds them."""
+    try:
+        kept = json.loads(file.read_bytes())
+        same = _short(kept) == _short(verdicts)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return {}
+    return {key: kept[key] for key in ("question", "answer", "exit_code") if same and key in kept}
+
+
+def _require_same_verdicts(bundle: Bundle, verdicts: dict[str, Any], asked: dict[str, Any]) -> None:
     """Judge what goes into the bundle. Raises `RegreproError` if replacing changed a verdict."""
     with tempfile.TemporaryDirectory() as place:
         record_file = Path(place) / FILE_NAME
@@ -224,7 +234,7 @@ def _require_same_verdicts(bundle: Bundle, verdicts: dict[str, Any]) -> None:
             why="a name of this node is also a word of the record",
             hint="--no-redact keeps everything",
         )
-    bundle.files["verdicts.json"] = _pretty(again)
+    bundle.files["verdicts.json"] = _pretty({**again, **bundle.redactor.json(asked, "verdicts.json")})
 
 
 def _short(verdicts: dict[str, Any]) -> list[tuple[Any, ...]]:
