@@ -610,3 +610,19 @@ def test_the_question_of_the_run_and_its_answer_go_along(tmp_path: Path) -> None
     # An answer that is not of these verdicts does not.
     (run / "verdicts.json").write_text(json.dumps({**again, **asked, "verdicts": []}))
     assert "question" not in json.loads(make_bundle(run).files["verdicts.json"])
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        "numa_cma=0:1G,1:1G", "cma_pernuma=64M", "hugetlb_cma_only=on", "iommu.passthrough=1", "iommu=nopt",
+        "intel_iommu=on,sm_on", "amd_iommu=pgtbl_v2", "pci=realloc=off", "swiotlb=force", "memmap=2G$4G",
+        "numa=fake=4", "memhp_default_state=online_movable", "memory_hotplug.online_policy=auto-movable",
+        "memory_hotplug.memmap_on_memory=1", "kho_scratch=128M,16M,16M",
+    ],
+)  # fmt: skip
+def test_boot_arguments_that_place_memory_stay_and_what_else_they_say_goes(argument: str) -> None:
+    redactor = Redactor()
+    assert redactor.json({"cmdline": argument}, "x")["cmdline"] == argument
+    name = argument.partition("=")[0]
+    assert "qzplant" not in redactor.json({"cmdline": f"{name}=qzplant"}, "x")["cmdline"]

@@ -92,14 +92,22 @@ _COMMON = frozenset(
 )
 # Boot arguments that matter for this bug or are the same everywhere; all others are replaced.
 _BOOT = re.compile(
-    r"(?:cma|hugetlb_cma|movablecore|kernelcore|movable_node|kho|kho_scratch|hugepages|hugepagesz|"
+    r"(?:cma|numa_cma|cma_pernuma|hugetlb_cma|hugetlb_cma_only|swiotlb|mem_encrypt|coherent_pool|"
+    r"page_alloc\.shuffle|amd_iommu_dump|arm-smmu-v3\.disable_bypass|movablecore|kernelcore|movable_node|kho|kho_scratch|hugepages|hugepagesz|"
     r"default_hugepagesz|hugetlb_free_vmemmap|transparent_hugepage|memhp_default_state|memory_hotplug\.[a-z_]+|"
     r"mem|memmap|numa|numa_balancing|iommu|intel_iommu|amd_iommu|iommu\.[a-z_]+|pci|mitigations|nokaslr|"
     r"page_owner|page_poison|init_on_alloc|init_on_free|lockdown|lsm|crashkernel|quiet|splash|ro|rw|console|"
     r"loglevel|panic|nopti|cgroup_disable|systemd\.(?:unit|show_status|unified_cgroup_hierarchy)|maxcpus|nr_cpus|isolcpus|nohz_full|preempt|"
     r"debug_pagealloc|regrepro\.lab)"
-    r"(?:=[A-Za-z0-9,.:;%@/+-]*)?"
+    r"(?:=[A-Za-z0-9_,.:;%@/+=$!#-]*)?"
 )
+# What these arguments are told (kernel-parameters.txt); it stands in a source, so it is in `vocabulary`.
+_BOOT_VALUES = """
+    passthrough strict forcedac nopt soft force noforce fullflush
+    force_isolation pgtbl_v1 pgtbl_v2 sm_on sm_off
+    igfx_off tboot_noforce realloc noats nommconf noacs pcie_bus_perf pcie_bus_safe assign fake mirror
+    online_movable online_kernel memmap_on_memory online_policy auto_movable_ratio contig auto-movable
+"""
 
 _HEX = "[0-9A-Fa-f]"
 _UUID = re.compile(rf"(?<![\w-]){_HEX}{{8}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{12}}(?![\w-])|"
