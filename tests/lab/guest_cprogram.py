@@ -64,6 +64,15 @@ def main() -> int:
             "a range that is not unpinnable is refused", code == 4 and "is no unpinnable memory" in said, said
         )
 
+        # A limit fails the registration with and without the pin: nothing that a bisection may call bad.
+        limited = ["setpriv", "--bounding-set=-ipc_lock", "prlimit", "--memlock=0:0", program]
+        done = subprocess.run(limited, capture_output=True, text=True, check=False, timeout=300)
+        check(
+            "a failure by RLIMIT_MEMLOCK is no failure under a pin",
+            done.returncode == 4 and "with no pin held" in done.stdout,
+            f"{done.returncode} {done.stdout}{done.stderr}",
+        )
+
         # No log to be read: what the record had is all that is left, and is said to be assumed.
         hidden = source.read_text().replace('"/dev/kmsg"', '"/nowhere"')
         source.write_text(hidden)

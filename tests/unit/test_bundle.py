@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import io
 import json
+import shutil
 import subprocess
 import tarfile
 import zipfile
@@ -551,3 +552,77 @@ def test_the_wheel_is_sent_along_on_request(tmp_path: Path) -> None:
     wheel.write_text("no archive")
     with pytest.raises(UsageError, match="no wheel"):
         make_bundle(run, wheel=wheel)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "Authorization: Bearer qzplant",
+        '{"password": "qzplant"}',
+        'password: "first qzplant last"',
+        "mysql://qzplant:other@db.corp.example/x",
+        "--token qzplant",
+        "-----BEGIN RSA PRIVATE KEY-----\nMIIEqzplant\n-----END RSA PRIVATE KEY-----",
+        "ssh-rsa AAAAB3qzplant someone@qzplant",
+        "NVRM: Xid (PCI:0000:3b:00): 31, pid=1234, name=qzplant, Ch 00000008",
+    ],
+)
+def test_a_secret_in_a_log_is_found_by_its_form(line: str) -> None:
+    redactor = Redactor()
+    redactor.learn_text(line)
+    assert "qzplant" not in redactor.text(line, "log")
+
+
+def test_what_was_left_out_is_not_named_by_private_words(tmp_path: Path) -> None:
+    run = secret_run(tmp_path)
+    for name in ("qzplant-customer.pcap", "notes of qzplant.txt", "qzplant\nline"):
+        (run / name).write_text("x")
+    bundle = make_bundle(run)
+    assert found("qzplant", unpacked(bundle.archive())) == []
+    assert bundle.files["REDACTED.txt"].decode().count("no part of a run") == 3
+
+
+def test_a_bundle_without_a_program_does_not_speak_of_one(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(secret_run(tmp_path / "first"), run)
+    with_program = make_bundle(run).files
+    assert any(name.startswith("c/") for name in with_program)
+    assert "c/NAME.c" in with_program["README.txt"].decode()
+    record = run / "record.jsonl"
+    record.write_text(
+        record.read_text()
+        .replace('"backing":"anonymous"', '"backing":"hugetlb"')
+        .replace('"backing": "anonymous"', '"backing": "hugetlb"')
+    )
+    without = make_bundle(run).files
+    assert not any(name.startswith("c/") for name in without)
+    assert "c/" not in without["README.txt"].decode()
+
+
+def test_the_question_of_the_run_and_its_answer_go_along(tmp_path: Path) -> None:
+    run = secret_run(tmp_path)
+    again = judge.judge_record(read_record(run))
+    asked = {"question": "driver", "answer": "undecided, qzplant", "exit_code": 125}
+    (run / "verdicts.json").write_text(json.dumps({**again, **asked}))
+    kept = json.loads(make_bundle(run).files["verdicts.json"])
+    assert (kept["question"], kept["exit_code"]) == ("driver", 125)
+    assert kept["answer"].startswith("undecided, word-")
+    # An answer that is not of these verdicts does not.
+    (run / "verdicts.json").write_text(json.dumps({**again, **asked, "verdicts": []}))
+    assert "question" not in json.loads(make_bundle(run).files["verdicts.json"])
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        "numa_cma=0:1G,1:1G", "cma_pernuma=64M", "hugetlb_cma_only=on", "iommu.passthrough=1", "iommu=nopt",
+        "intel_iommu=on,sm_on", "amd_iommu=pgtbl_v2", "pci=realloc=off", "swiotlb=force", "memmap=2G$4G",
+        "numa=fake=4", "memhp_default_state=online_movable", "memory_hotplug.online_policy=auto-movable",
+        "memory_hotplug.memmap_on_memory=1", "kho_scratch=128M,16M,16M",
+    ],
+)  # fmt: skip
+def test_boot_arguments_that_place_memory_stay_and_what_else_they_say_goes(argument: str) -> None:
+    redactor = Redactor()
+    assert redactor.json({"cmdline": argument}, "x")["cmdline"] == argument
+    name = argument.partition("=")[0]
+    assert "qzplant" not in redactor.json({"cmdline": f"{name}=qzplant"}, "x")["cmdline"]

@@ -50,6 +50,16 @@ def test_a_plain_release_is_kernel_orgs_only_if_the_banner_names_no_vendor() -> 
     assert stock_series("5.10.184", DATED, "") is None
     assert stock_series("5.10.184", DATED, bottlerocket) is None
     assert stock_series("5.10.184", DATED, BANNER) == (5, 10)
+    # A vendor's source tree, built there by hand, has no word of its own but the compiler's.
+    for compiler in (
+        "gcc_old (GCC) 10.3.1 20210422 (openEuler",
+        "gcc (GCC) 8.5.0 (Anolis 8.5.0-10",
+        "(Kylin 7.3",
+    ):
+        assert stock_series("5.10.0", DATED, f"Linux version 5.10.0 (root@host) ({compiler}) #1") is None
+    # gVisor's answer to uname and /proc/version.
+    sentry = "#1 SMP Sun Jan 10 15:06:54 PST 2016"
+    assert stock_series("4.4.0", sentry, f"Linux version 4.4.0 {sentry}") is None
 
 
 @pytest.mark.parametrize("release", VENDOR_RELEASES)

@@ -493,6 +493,32 @@ def test_what_no_c_program_can_do_is_refused_with_the_reason(
     assert cprogram.exportable(record) == []
 
 
+def test_what_a_run_looks_at_between_the_steps_is_no_step() -> None:
+    """Every pass of a run ends with a check of its memory map; it once kept every run from being exported."""
+    record = build.reproduced_record()
+    free = next(event for event in record.events if event["event"] == "free")
+    at = record.events.index(free) + 1
+    for kind in ("memory-map-check", "reservation", "note"):
+        record.events.insert(at, {**free, "event": kind})
+    assert cprogram.exportable(record) == ["pin_then_register"]
+
+
+@pytest.mark.parametrize("given", ["5-", "20-10", "0x100-0x200junk", "0x10--1", "1-2 3-4", "-x"])
+def test_a_range_that_is_none_is_a_usage_error(given: str, tmp_path: Path) -> None:
+    program = compile_c(cprogram.render(io_uring_record()), tmp_path)
+    done = subprocess.run([program, *given.split()], capture_output=True, text=True, timeout=20, check=False)
+    assert done.returncode == 2
+    assert "usage:" in done.stderr
+    assert not done.stdout
+
+
+def test_a_registration_that_fails_without_a_pin_does_not_count_as_this_bug(tmp_path: Path) -> None:
+    """A locked-memory limit fails the registration with and without the pin: no `bad` for a bisection."""
+    source = cprogram.render(io_uring_record())
+    assert "unexplained += failed && !pins;" in source
+    assert "return unexplained ? 4 : failures ? 1 : 0;" in source
+
+
 def test_scenarios_without_a_pin_are_not_exported() -> None:
     with pytest.raises(UsageError, match="holds no pin"):
         cprogram.render(build.no_pin_record(), "no_pin")

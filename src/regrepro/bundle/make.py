@@ -106,7 +106,7 @@ def make_bundle(
 
     clean = [redactor.json(line, FILE_NAME) for line in lines]
     bundle.files[FILE_NAME] = "".join(_compact(line) + "\n" for line in clean).encode()
-    _require_same_verdicts(bundle, verdicts)
+    _require_same_verdicts(bundle, verdicts, _asked(directory / "verdicts.json", verdicts))
     _reports(bundle)
     for name, value in attached.items():
         if value is not None:
@@ -212,7 +212,17 @@ def _note_unknown(directory: Path, bundle: Bundle) -> None:
             bundle.left_out.setdefault(file.name, "no part of a run; attach it yourself if it matters")
 
 
-def _require_same_verdicts(bundle: Bundle, verdicts: dict[str, Any]) -> None:
+def _asked(file: Path, verdicts: dict[str, Any]) -> dict[str, Any]:
+    """Return the question of the run and its answer, if they are of these verdicts; no record holds them."""
+    try:
+        kept = json.loads(file.read_bytes())
+        same = _short(kept) == _short(verdicts)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return {}
+    return {key: kept[key] for key in ("question", "answer", "exit_code") if same and key in kept}
+
+
+def _require_same_verdicts(bundle: Bundle, verdicts: dict[str, Any], asked: dict[str, Any]) -> None:
     """Judge what goes into the bundle. Raises `RegreproError` if replacing changed a verdict."""
     with tempfile.TemporaryDirectory() as place:
         record_file = Path(place) / FILE_NAME
@@ -224,7 +234,7 @@ def _require_same_verdicts(bundle: Bundle, verdicts: dict[str, Any]) -> None:
             why="a name of this node is also a word of the record",
             hint="--no-redact keeps everything",
         )
-    bundle.files["verdicts.json"] = _pretty(again)
+    bundle.files["verdicts.json"] = _pretty({**again, **bundle.redactor.json(asked, "verdicts.json")})
 
 
 def _short(verdicts: dict[str, Any]) -> list[tuple[Any, ...]]:
@@ -302,7 +312,7 @@ def _listing(bundle: Bundle) -> str:
         lines.append("Nothing was replaced: this bundle was made with --no-redact.")
     lines += ["", "Left out:" if bundle.left_out else "Nothing that lay in the run directory was left out."]
     for name, why in sorted(bundle.left_out.items()):
-        shown = bundle.redactor.text(name, "REDACTED.txt")
+        shown = bundle.redactor.file_name(name, "REDACTED.txt")
         lines.append(f"  {shown}: {bundle.redactor.text(why, 'REDACTED.txt')}")
     return "\n".join(lines) + "\n"
 
@@ -335,6 +345,14 @@ def source_digest() -> str:
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
+_WITHOUT_REGREPRO = (
+    "Without regrepro: sha256sum -c SHA256SUMS, and the programs below c/, which find out by themselves",
+    "where unpinnable memory lies, and say where they cannot:",
+    "",
+    "    cc -Wall -Wextra -O2 -o program c/NAME.c -libverbs -lpthread && sudo ./program",
+)
+
+
 def _readme(bundle: Bundle) -> str:
     header = json.loads(bundle.files[FILE_NAME].partition(b"\n")[0])
     programs = sorted(name[2:-2] for name in bundle.files if name.startswith("c/"))
@@ -354,17 +372,15 @@ def _readme(bundle: Bundle) -> str:
         "    regrepro bundle --check .       (checksums, and the same verdicts from the record)",
         "    regrepro judge .                (the verdicts, with their proofs)",
         "",
-        "Without regrepro: sha256sum -c SHA256SUMS, and the programs below c/, which find out by themselves",
-        "where unpinnable memory lies, and say where they cannot:",
-        "",
-        "    cc -Wall -Wextra -O2 -o program c/NAME.c -libverbs -lpthread && sudo ./program",
+        *(_WITHOUT_REGREPRO if programs else ("Without regrepro: sha256sum -c SHA256SUMS",)),
         "",
         *how_to_repeat(header, programs),
     ]
     lines += ["Files:", ""]
     names = [name for name in _PARTS if name in bundle.files or name in (MANIFEST, SUMS)]
     lines += [f"{name:<28} {_PARTS[name]}" for name in names]
-    lines += [f"{'c/*.c':<28} the recorded steps of one scenario as a C program each"]
+    if programs:
+        lines += [f"{'c/*.c':<28} the recorded steps of one scenario as a C program each"]
     lines += [f"{'schema/*.json':<28} JSON Schemas of the record, the verdicts and the audit"]
     return "\n".join(lines) + "\n"
 

@@ -92,14 +92,22 @@ _COMMON = frozenset(
 )
 # Boot arguments that matter for this bug or are the same everywhere; all others are replaced.
 _BOOT = re.compile(
-    r"(?:cma|hugetlb_cma|movablecore|kernelcore|movable_node|kho|kho_scratch|hugepages|hugepagesz|"
+    r"(?:cma|numa_cma|cma_pernuma|hugetlb_cma|hugetlb_cma_only|swiotlb|mem_encrypt|coherent_pool|"
+    r"page_alloc\.shuffle|amd_iommu_dump|arm-smmu-v3\.disable_bypass|movablecore|kernelcore|movable_node|kho|kho_scratch|hugepages|hugepagesz|"
     r"default_hugepagesz|hugetlb_free_vmemmap|transparent_hugepage|memhp_default_state|memory_hotplug\.[a-z_]+|"
     r"mem|memmap|numa|numa_balancing|iommu|intel_iommu|amd_iommu|iommu\.[a-z_]+|pci|mitigations|nokaslr|"
     r"page_owner|page_poison|init_on_alloc|init_on_free|lockdown|lsm|crashkernel|quiet|splash|ro|rw|console|"
     r"loglevel|panic|nopti|cgroup_disable|systemd\.(?:unit|show_status|unified_cgroup_hierarchy)|maxcpus|nr_cpus|isolcpus|nohz_full|preempt|"
     r"debug_pagealloc|regrepro\.lab)"
-    r"(?:=[A-Za-z0-9,.:;%@/+-]*)?"
+    r"(?:=[A-Za-z0-9_,.:;%@/+=$!#-]*)?"
 )
+# What these arguments are told (kernel-parameters.txt); it stands in a source, so it is in `vocabulary`.
+_BOOT_VALUES = """
+    passthrough strict forcedac nopt soft force noforce fullflush
+    force_isolation pgtbl_v1 pgtbl_v2 sm_on sm_off
+    igfx_off tboot_noforce realloc noats nommconf noacs pcie_bus_perf pcie_bus_safe assign fake mirror
+    online_movable online_kernel memmap_on_memory online_policy auto_movable_ratio contig auto-movable
+"""
 
 _HEX = "[0-9A-Fa-f]"
 _UUID = re.compile(rf"(?<![\w-]){_HEX}{{8}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{12}}(?![\w-])|"
@@ -142,6 +150,7 @@ _PROGRAMS = (
     re.compile(r"\btask=([^\s,]+),pid="),
     re.compile(r"\bKilled process \d+ \(([^)\n]+)\)"),
     re.compile(r"(?m)(\S+) invoked oom-killer"),
+    re.compile(r"\bXid \([^)\n]*\): \d+, pid=[^,\n]*, name=([^,\n]+)"),  # NVIDIA's driver
 )
 _COMMANDS = (
     re.compile(r"(?m)((?:[Kk]ernel )?[Cc]ommand line: )(\S.*)$"),
@@ -179,7 +188,19 @@ _HARMLESS = re.compile(
 )
 _ASSIGNED = re.compile(r"(?<![\w.-])([\w.-]+)=([^\s,;\"')\]]+)")
 
-_SECRET = re.compile(r"(?i)([\w.-]*(?:passw|passphrase|secret|token|credential)[\w.-]*[=:] ?)([^\s,;\"']+)")
+_SECRET = r"(?:passw|passphrase|secret|token|credential|api[_-]?key)"
+# After a label, in quotes or not; `--token VALUE`; an authorization header; user and password in a URL; keys.
+_SECRETS = (
+    re.compile(rf"(?i)([\w.-]*{_SECRET}[\w.-]*[\"']?[ \t]*[=:][ \t]*[\"'])([^\"'\n]+)"),
+    re.compile(rf"(?i)([\w.-]*{_SECRET}[\w.-]*[\"']?[ \t]*[=:][ \t]*)([^\s,;\"']+)"),
+    re.compile(rf"(?i)(--[\w-]*{_SECRET}[\w-]*[ \t]+)([^\s,;\"'-][^\s,;\"']*)"),
+    re.compile(r"(?i)(\bauthorization:[ \t]*\w+[ \t]+|\bbearer[ \t]+)([^\s,;\"']+)"),
+    re.compile(r"(\b[a-z][a-z0-9+.-]*://)([^\s/@\"']+)(?=@)"),
+    re.compile(r"(-----BEGIN [A-Z ]*PRIVATE KEY-----\s*)([^-]+)(?=-----END )"),
+    re.compile(r"(\b(?:ssh-(?:rsa|dss|ed25519)|ecdsa-sha2-\w+)[ \t]+)(AAAA\S*(?:[ \t]+\S+)?)"),
+)
+
+_PLACEHOLDER = re.compile(rf"(?:{'|'.join(KINDS)})-\d+")
 
 # Of a process that `watch` followed (docs/record.md). Names of programs that many have are not private.
 _PROGRAM = re.compile(
@@ -405,7 +426,8 @@ class Redactor:
     def _all(self, text: str) -> str:
         for pattern in _COMMANDS:
             text = pattern.sub(lambda found: found[1] + self._command(found[2]), text)
-        text = _SECRET.sub(lambda found: found[1] + self._put("value", found[2]), text)
+        for pattern in _SECRETS:
+            text = pattern.sub(self._secret, text)
         text = _HOME.sub(self._home, text)
         text = self._sub(_MAIL, "mail", text)
         text = self._sub(_UUID, "uuid", text)
@@ -416,6 +438,17 @@ class Redactor:
         text = _IPV6.sub(self._address, text)
         text = _IPV4.sub(self._address, text)
         return self._names(text)
+
+    def _secret(self, found: re.Match[str]) -> str:
+        """What is a placeholder already stays."""
+        return found[0] if _PLACEHOLDER.fullmatch(found[2]) else found[1] + self._put("value", found[2])
+
+    def file_name(self, name: str, file: str) -> str:
+        """Return the name of a file that is no part of a run: all but its known words are somebody's."""
+        if not self.enabled:
+            return name
+        self._file = file
+        return self._own_words(self._all(name))
 
     def _sub(self, pattern: re.Pattern[str], kind: str, text: str) -> str:
         return pattern.sub(lambda found: self._put(kind, found[0]), text)

@@ -44,7 +44,8 @@ c/. Needs busybox-static, iproute2, libibverbs-dev with libnl's static libraries
         -append "console=ttyS0 panic=-1 @@BOOT@@"
 
 It ends with "exit status 1" where the registration fails under the pin ("not ok"), 0 where all register, 4
-where there was nothing to try: for `git bisect run` 1 is bad, 0 good, and 4 is 125.
+where there was nothing to try, or a registration failed with no pin held: for `git bisect run` 1 is bad, 0
+good, and 4, as all else (no such line: the boot did not come so far), is 125.
 """
 
 

@@ -29,7 +29,12 @@ _KERNEL_ORG_VERSION = re.compile(
     r"#\d+ (?:SMP ?)?(?:PREEMPT\w* ?)*(?:[A-Z][a-z]{2} [A-Z][a-z]{2} +\d+ \d\d:\d\d:\d\d \S+ \d{4}|@\d+)"
 )
 # Vendors that keep a plain `uname -r`, and say in the banner who built it with what.
-_VENDOR_BANNER = re.compile(r"(?i)bottlerocket|amazon|chromium|chrome-|talos|photon|flatcar|buildroot")
+_VENDOR_BANNER = re.compile(
+    r"(?i)bottlerocket|amazon|chromium|chrome-|talos|photon|flatcar|buildroot|"
+    r"openeuler|openanolis|anolis|alibaba|alinux|kylin|tencent|opencloudos|uniontech|oracle"
+)
+# init/version-timestamp.c: who built it stands in brackets. gVisor, which is no Linux, has none.
+_BANNER = re.compile(r"Linux version \S+ \(")
 
 
 def kernel_series(release: str) -> tuple[int, int] | None:
@@ -54,4 +59,4 @@ def stock_series(release: str, version: str, banner: str) -> tuple[int, int] | N
     if signed and _DEBIAN_RELEASE.fullmatch(release) and signed[1] == f"{series[0]}.{series[1]}":
         return series
     plain = _KERNEL_ORG_RELEASE.fullmatch(release) and _KERNEL_ORG_VERSION.fullmatch(version)
-    return series if plain and banner.strip() and not _VENDOR_BANNER.search(banner) else None
+    return series if plain and _BANNER.match(banner.strip()) and not _VENDOR_BANNER.search(banner) else None

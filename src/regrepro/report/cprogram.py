@@ -23,7 +23,16 @@ _VERBS = ("ibv_reg_mr_iova2", "ibv_reg_mr", "io_uring_register_buffers", "pyverb
 _PAGES_PER_CALL = 1024
 _MOST_CALLS = 16
 _MOST_RANGES = 16
-_SILENT = ("scenario-begin", "scenario-end", "note", "memory-map", "free", "transfer")
+_SILENT = (
+    "scenario-begin",
+    "scenario-end",
+    "note",
+    "memory-map",
+    "memory-map-check",
+    "reservation",
+    "free",
+    "transfer",
+)
 
 
 class NotExportable(UsageError):
