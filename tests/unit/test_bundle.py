@@ -353,6 +353,7 @@ READ_BY_THE_JUDGE = frozenset(
         "fn",
         "pin",
         "place",
+        "unpinnable_ranges",
         "body",
         "change",
         "control",

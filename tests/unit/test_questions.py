@@ -50,7 +50,7 @@ def by_io_uring(record: Record) -> Record:
     for event in record.events:
         if event["event"] == "register":
             event |= {"verb": "io_uring_register_buffers", "device": "io_uring"}
-            for step in (*event["trace"]["events"], *event["trace"]["tree"]):
+            for step in (*event["trace"].get("events", ()), *event["trace"].get("tree", ())):
                 if step.get("fn") in BY_IO_URING:
                     step["fn"] = BY_IO_URING[step["fn"]]
     return record

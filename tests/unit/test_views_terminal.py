@@ -165,10 +165,10 @@ def test_the_driver_is_named_with_its_pin() -> None:
 
 
 def test_the_flags_that_the_kernel_saw() -> None:
-    record = build.reproduced_record()
-    args = {"start": 1, "nr_pages": 8, "gup_flags": 1, "flags": ["FOLL_WRITE"]}
+    record = build.reproduced_record(nvidia_driver="535.54.03", nvidia_module=True)
+    args = {"start": build.ADDRESS, "nr_pages": 8, "gup_flags": 1, "flags": ["FOLL_WRITE"]}
     call = {"t": 0.1, "fn": "pin_user_pages", "ret": 8, "caller": "os_lock_user_pages [nvidia]", "args": args}
-    find(record, "pin")["trace"] = build.trace(events=[call])
+    find(record, "pin").update(owner="cuda", trace=build.trace(events=[call]))
     assert "pin_user_pages(FOLL_WRITE) by [nvidia] (seen by the kernel's trace)" in words(shown(record))
 
 
