@@ -22,7 +22,8 @@ The same steps in a guest without Python, to bisect a kernel: the kernel under t
 CROSS_MEMORY_ATTACH, IO_URING, INFINIBAND_USER_ACCESS, RDMA_RXE, DUMMY built in, or their modules, unpacked,
 in the order of `modprobe --show-depends`, as root/modules/1.ko, 2.ko, …; where a kernel has CRYPTO_CRC32,
 crc32_generic before all, which older rdma_rxe asks for by name, so that no dependency tells of it), the boot
-line, and one program of c/. Needs busybox-static, iproute2, libibverbs-dev with libnl's static libraries, qemu-system.
+line, and one program of c/. Needs busybox-static, iproute2, libibverbs-dev with libnl's static libraries,
+qemu-system.
 
     mkdir -p root/bin root/proc root/sys root/dev root/modules
     cc -static -O2 -DRDMA_STATIC_PROVIDERS=rxe -o root/bin/program c/@@NAME@@.c \\
