@@ -211,7 +211,7 @@ def _holder(left: LeftBehind) -> tuple[str, Check]:
     name, why = "holder", "who took the pin was not seen"
     owners: set[str] = set()
     for pin in _plain_pins(left.registration):
-        if "FOLL_LONGTERM" in (pin.get("flags") or []) or not _covers(left, pin):
+        if "FOLL_LONGTERM" in _texts(pin.get("flags")) or not _covers(left, pin):
             continue
         owner = _owner(pin)
         if not _by_pins(left):
@@ -229,11 +229,12 @@ def _holder(left: LeftBehind) -> tuple[str, Check]:
 
 def _covers(left: LeftBehind, pin: Mapping[str, Any]) -> bool:
     """Whether a pin is of all of these frames: as it found them, or by the addresses where they lie."""
-    runs = pin.get("pfn")
-    if isinstance(runs, list):
-        theirs = {value + step for _, value, count in runs for step in range(count)}
+    if pin.get("pfn") is not None:
+        runs = _whole_numbers(pin["pfn"])
         frames = set(left.frames.values()) or left.told_frames
-        return bool(frames) and frames <= theirs
+        return bool(frames) and all(
+            any(value <= frame < value + count for _, value, count in runs) for frame in frames
+        )
     start, pages = whole_number(pin.get("start")), whole_number(pin.get("nr_pages"))
     buffer = left.run.buffers.get(left.registration.buffer)
     if start is None or pages is None or buffer is None or not left.frames:
@@ -243,8 +244,21 @@ def _covers(left: LeftBehind, pin: Mapping[str, Any]) -> bool:
     return all(first <= page < first + pages for page in left.frames)
 
 
+def _whole_numbers(runs: object) -> list[tuple[int, int, int]]:
+    """Return the runs of three numbers in what should be a list of them."""
+    return [
+        (run[0], run[1], run[2])
+        for run in (runs if isinstance(runs, list) else [])
+        if isinstance(run, list) and len(run) == 3 and all(type(number) is int for number in run)
+    ]
+
+
+def _texts(value: object) -> list[str]:
+    return [text for text in value if isinstance(text, str)] if isinstance(value, list) else []
+
+
 def _owner(pin: Mapping[str, Any]) -> str:
-    modules = [str(name) for name in pin.get("modules") or []]
+    modules = _texts(pin.get("modules"))
     if any(name.startswith("nvidia") for name in modules):
         return "cuda"
     if modules:
