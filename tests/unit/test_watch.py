@@ -1203,7 +1203,7 @@ class Pages:
 
 
 def judged(
-    failure: Failure, lost: int = 0, looks: Sequence[dict[str, Any]] = (), **seen: Any
+    failure: Failure, lost: int = 0, looks: Sequence[dict[str, Any]] = (), checked: bool = True, **seen: Any
 ) -> dict[str, Any]:
     """Write a failure's pass and later looks, hold them to the schema, and judge it."""
     process_ = Process(failure.pid, limits=seen.pop("limits", {}), capabilities=seen.pop("capabilities", []))
@@ -1213,16 +1213,18 @@ def judged(
         record.append({"seq": len(record), "t": 0.0, "event": kind, **keys})
     item = Waiting(failure, found, {}, "failure-1")
     for seen_later in looks:
-        kind, keys = item.add(seen_later)
+        after = seen_later["after_seconds"]  # what a record holds may be no number; what is counted is one
+        kind, keys = item.add({**seen_later, "after_seconds": after if type(after) in (int, float) else 0.0})
+        keys["after_seconds"] = after
         record.append({"seq": len(record), "t": 0.0, "event": kind, **keys})
     record.append({"seq": len(record), "t": 0.0, "event": "run-end", "outcome": "finished"})
     validator = jsonschema.Draft202012Validator(SCHEMA)
-    for item in record:
+    for item in record if checked else []:
         problems = [error.message for error in validator.iter_errors(item)]
         assert not problems, (item.get("event"), problems)
     verdicts = judge_record(Record(record[0], record[1:]))
     jsonschema.Draft202012Validator(VERDICTS).validate(verdicts)
-    assert verdicts["complete"] and not verdicts["problems"]
+    assert verdicts["complete"] and (not verdicts["problems"] or not checked)
     return dict(verdicts["verdicts"][0])
 
 

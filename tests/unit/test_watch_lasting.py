@@ -7,7 +7,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -271,6 +271,27 @@ def test_a_function_that_makes_a_foll_pin_is_not_blamed_for_one_reference() -> N
     assert verdict["class"]["state"] == "proven" and verdict["pin_owner"] == "unknown"
     (holder,) = [check for check in verdict["checks"] if check["name"] == "holder"]
     assert "is not what they bore" in holder["text"]
+
+
+JUNK = (None, True, -1, 1.5, "x", [], {}, [[]], [1], [[0, 8, 1]], [["a", 2, 3]], [[0, 1, 1 << 70]], [{}])
+
+
+@pytest.mark.parametrize("junk", JUNK, ids=repr)
+def test_no_junk_in_what_watch_records_crashes_the_judge(junk: Any) -> None:
+    def changed(whole: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        for name in whole:
+            yield {**whole, name: junk}
+
+    cases: list[dict[str, Any]] = [
+        *({"stuck": [page]} for page in changed(told()[0])),
+        *({"plain_pins": [one]} for one in changed(pin())),
+        *({"looks": replaced(3, one)} for one in changed(lasting()[3])),
+        {"stuck": junk},
+        {"plain_pins": junk},
+    ]
+    for change in cases:
+        verdict = held(checked=False, **change)
+        assert verdict["verdict"] in ("caught", "error", "unmet"), change
 
 
 # The looks

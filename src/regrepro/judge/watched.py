@@ -226,7 +226,7 @@ def _holder(left: LeftBehind) -> tuple[str, Check]:
     name, why = "holder", "who took the pin was not seen"
     owners: set[str] = set()
     for pin in _plain_pins(left.registration):
-        if "FOLL_LONGTERM" in (pin.get("flags") or []) or not _covers(left, pin):
+        if "FOLL_LONGTERM" in _texts(pin.get("flags")) or not _covers(left, pin):
             continue
         owner = _owner(pin)
         if not _by_pins(left):
@@ -248,7 +248,7 @@ def _covers(left: LeftBehind, pin: Mapping[str, Any]) -> bool:
     if theirs is None:
         return False
     if not left.frames:
-        return bool(left.told_frames) and isinstance(pin.get("pfn"), list) and left.told_frames <= theirs
+        return bool(left.told_frames) and pin.get("pfn") is not None and left.told_frames <= theirs
     return all(theirs & folio for folio in left.folios)
 
 
@@ -260,12 +260,16 @@ def _touches(left: LeftBehind, pin: Mapping[str, Any]) -> bool:
 
 def _pages_of(left: LeftBehind, pin: Mapping[str, Any]) -> set[int] | None:
     """The pages of the range that a pin holds: as it found their frames, or by the addresses where they lie;
-    where the range's frames are not known the PFNs themselves. None where that is not known.
+    where the range's frames are not known, of those that the kernel told. None where that is not known.
     """
-    runs = pin.get("pfn")
-    if isinstance(runs, list):
-        theirs = {value + step for _, value, count in runs for step in range(count)}
-        return {page for page, pfn in left.frames.items() if pfn in theirs} if left.frames else theirs
+    if pin.get("pfn") is not None:
+        runs = _whole_numbers(pin["pfn"])
+        frames = left.frames or {frame: frame for frame in left.told_frames}
+        return {
+            page
+            for page, pfn in frames.items()
+            if any(first <= pfn < first + count for _, first, count in runs)
+        }
     start, pages = whole_number(pin.get("start")), whole_number(pin.get("nr_pages"))
     buffer = left.run.buffers.get(left.registration.buffer)
     if start is None or pages is None or buffer is None or not left.frames:
@@ -275,8 +279,21 @@ def _pages_of(left: LeftBehind, pin: Mapping[str, Any]) -> set[int] | None:
     return {page for page in left.frames if first <= page < first + pages}
 
 
+def _whole_numbers(runs: object) -> list[tuple[int, int, int]]:
+    """Return the runs of three numbers in what should be a list of them."""
+    return [
+        (run[0], run[1], run[2])
+        for run in (runs if isinstance(runs, list) else [])
+        if isinstance(run, list) and len(run) == 3 and all(type(number) is int for number in run)
+    ]
+
+
+def _texts(value: object) -> list[str]:
+    return [text for text in value if isinstance(text, str)] if isinstance(value, list) else []
+
+
 def _owner(pin: Mapping[str, Any]) -> str:
-    modules = [str(name) for name in pin.get("modules") or []]
+    modules = _texts(pin.get("modules"))
     if any(name.startswith("nvidia") for name in modules):
         return "cuda"
     if modules:
