@@ -21,8 +21,8 @@ pytestmark = [pytest.mark.lab, pytest.mark.timeout(2400)]
 
 ATTACKS = Path(__file__).parents[1] / "attacks"
 # Those for a node without unpinnable memory run on one kernel here; the table has them on all.
-# These wait half a minute each for memory that cannot go offline.
-SLOW = ("block_isolated_under_mr", "block_isolated_with_pin")
+# It waits half a minute for memory that cannot go offline.
+SLOW = ("block_isolated_with_pin",)
 ROWS = [
     ("7.3", ATTACKS, faults.BOOT),
     ("6.12", ATTACKS, faults.BOOT),

@@ -9,6 +9,7 @@ import record_builder as build
 from record_builder import CMA, OUT, PAGE, Builder, state
 
 from regrepro.judge import judge_record
+from regrepro.judge.consistency import flaws
 from regrepro.judge.facts import collect
 from regrepro.judge.frames import pins_on
 
@@ -317,3 +318,18 @@ def test_code_that_takes_another_kind_of_pin_than_it_says_is_told_what_to_write(
     found = first(record)
     assert found["verdict"] == "unmet"
     assert f"write kind='{kind}'" in str(found["unmet"])
+
+
+def test_a_release_is_not_held_against_an_mr_that_another_mapping_took_meanwhile() -> None:
+    builder = Builder()
+    builder.memory_map()
+    where: dict[str, Any] = {"buffer": 2, "address": SECOND, "iova": SECOND}
+    builder.begin(controls={})
+    builder.buffer(state(OUT, 3, 2), vma=vma(build.ADDRESS), **SHARED)
+    builder.buffer(state(OUT, 3, 2), 2, address=SECOND, vma=vma(SECOND), **SHARED)
+    builder.pin(state(OUT, 3, 2), state(OUT, 1027, 2))
+    builder.register(state(OUT, 1027, 2), state(OUT, 2051, 2), 1, pins=[1], **where)
+    builder.release(state(OUT, 1027, 2))  # as many references as after the pin: the MR has its own
+    builder.end()
+    facts = collect(builder.done())
+    assert flaws(facts, facts.passes[0]) == []

@@ -16,7 +16,7 @@ from typing import Any
 from regrepro.errors import errno_name
 from regrepro.judge import tracefacts as fn
 from regrepro.judge.facts import Buffer, Facts, Pass, Pin, Registration
-from regrepro.judge.frames import pins_on
+from regrepro.judge.frames import pins_on, same_frames
 from regrepro.judge.owners import DRIVER_MODULES, UNASKED
 from regrepro.judge.pagestate import PIN_BIAS, UNPINNABLE, PageState, cache_references, where, whole_number
 from regrepro.judge.rules import reached
@@ -735,12 +735,15 @@ def _releases(facts: Facts, run: Pass) -> Iterator[Flaw]:
             yield Flaw(f"pin {pin.id} was dead when it was released", who)
         if pin.errno is not None:
             yield Flaw(f"pin {pin.id} failed with {pin.errno}, and was released", who)
-        last = _last_state(run, pin)
+        looked, last = _last_state(run, pin)
         if pin.after is None or last is None or release.after is None or release.errno is not None:
             continue
         if run.in_series or pin.kind not in ("pin", "longterm"):
             continue
         same = pin.spans & pin.after.unmoved(last) & last.unmoved(release.after)
+        for call in run.calls:  # by another mapping of the same frames
+            if looked < call.seq < release.seq and call.buffer != pin.buffer and call.after is not None:
+                same = same - same_frames(call.after, call.spans, release.after)
         _, fewer = _rise(release.after, last, buffer, same)
         if pin.owner in UNASKED:
             fewer = fewer - where(last.change(release.after, "refcount"), lambda step: step < 0)
@@ -748,8 +751,8 @@ def _releases(facts: Facts, run: Pass) -> Iterator[Flaw]:
             yield Flaw(f"the release of pin {pin.id} let no pin go on page {fewer}", who)
 
 
-def _last_state(run: Pass, pin: Pin) -> PageState | None:
-    """The buffer's pages as they were seen last before this pin's release."""
+def _last_state(run: Pass, pin: Pin) -> tuple[int, PageState | None]:
+    """The buffer's pages as they were seen last before this pin's release, and the event that saw them."""
     assert pin.release is not None
     seen = [(call.seq, call.after) for call in run.calls if call.buffer == pin.buffer]
     seen += [
@@ -758,7 +761,7 @@ def _last_state(run: Pass, pin: Pin) -> PageState | None:
         if other.release is not None and other.buffer == pin.buffer
     ]
     told = [item for item in seen if item[0] < pin.release.seq and item[1] is not None]
-    return max(told, key=lambda item: item[0])[1] if told else None
+    return max(told, key=lambda item: item[0], default=(0, None))
 
 
 RULES: tuple[Callable[[Facts, Pass], Iterable[Flaw]], ...] = (
