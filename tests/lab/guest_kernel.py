@@ -7,6 +7,7 @@ Prints TAP: `python tests/lab/guest_kernel.py [--churn SECONDS] [--only WORD …
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import dataclasses
 import json
@@ -609,9 +610,13 @@ def movable_blocks(memory_map: MemoryMap) -> None:
 
 
 def hog_until_unmet(journal: leftovers.Journal, before: dict[int, str]) -> None:
-    available = zones.read_meminfo()["MemAvailable"]
-    with memory.Range.anonymous((available - int(1.5 * block_size())) // PAGE * PAGE, huge=False) as hog:
-        hog.populate(threads=2)
+    with contextlib.ExitStack() as hogs:
+        # What is taken drives out page cache and slabs of which the kernel counts only a part as available.
+        for _ in range(8):
+            spare = zones.read_meminfo()["MemAvailable"] - int(1.5 * block_size())
+            if spare < PAGE:
+                break
+            hogs.enter_context(memory.Range.anonymous(spare // PAGE * PAGE, huge=False)).populate(threads=2)
         try:
             given = online_movable(journal)
             given.give_back()
