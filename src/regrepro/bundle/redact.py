@@ -189,12 +189,14 @@ _HARMLESS = re.compile(
 _ASSIGNED = re.compile(r"(?<![\w.-])([\w.-]+)=([^\s,;\"')\]]+)")
 
 _SECRET = r"(?:passw|passphrase|secret|token|credential|api[_-]?key)"
-# After a label, in quotes or not; `--token VALUE`; an authorization header; user and password in a URL; keys.
+# After a label, in quotes or not; `--token VALUE`; headers; user and password of a command or in a URL; keys.
 _SECRETS = (
     re.compile(rf"(?i)([\w.-]*{_SECRET}[\w.-]*[\"']?[ \t]*[=:][ \t]*[\"'])([^\"'\n]+)"),
     re.compile(rf"(?i)([\w.-]*{_SECRET}[\w.-]*[\"']?[ \t]*[=:][ \t]*)([^\s,;\"']+)"),
     re.compile(rf"(?i)(--[\w-]*{_SECRET}[\w-]*[ \t]+)([^\s,;\"'-][^\s,;\"']*)"),
     re.compile(r"(?i)(\bauthorization:[ \t]*\w+[ \t]+|\bbearer[ \t]+)([^\s,;\"']+)"),
+    re.compile(r"((?:^|\s)(?:-u|--user)[ \t=]+)([^\s:\"']+:[^\s\"']+)"),
+    re.compile(r"(?i)(\bhost(?:name)?:[ \t]*)([^\s,;\"']+)"),
     re.compile(r"(\b[a-z][a-z0-9+.-]*://)([^\s/@\"']+)(?=@)"),
     re.compile(r"(-----BEGIN [A-Z ]*PRIVATE KEY-----\s*)([^-]+)(?=-----END )"),
     re.compile(r"(\b(?:ssh-(?:rsa|dss|ed25519)|ecdsa-sha2-\w+)[ \t]+)(AAAA\S*(?:[ \t]+\S+)?)"),
