@@ -146,7 +146,7 @@ FILES: dict[str, tuple[Record, tuple[str, str]]] = {
         FAULT,
     ),
     "the mapping was changed after the buffer was made": (
-        failed("EFAULT", stopped_at(0), buffer=FILE, vma=line(0, 8, "r--s")),
+        failed("EFAULT", stopped_at(0), buffer=FILE, mappings=[line(0, 8, "r--s")]),
         FAULT,
     ),
     "fs-dax, for reading": (

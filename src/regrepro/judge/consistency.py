@@ -53,9 +53,9 @@ def flaws(facts: Facts, run: Pass) -> list[Flaw]:
     return [flaw for rule in RULES for flaw in rule(facts, run)]
 
 
-def touching(facts: Facts, run: Pass, seqs: frozenset[int]) -> list[Flaw]:
-    """The flaws of the whole pass, and those that any of these events is involved in."""
-    return [flaw for flaw in flaws(facts, run) if flaw.seqs is None or flaw.seqs & seqs]
+def touching(found: Iterable[Flaw], seqs: frozenset[int]) -> list[Flaw]:
+    """Of a pass' flaws those of the whole pass, and those that any of these events is involved in."""
+    return [flaw for flaw in found if flaw.seqs is None or flaw.seqs & seqs]
 
 
 def _of(*events: Registration | Pin | Buffer) -> frozenset[int]:

@@ -168,7 +168,7 @@ def _control(
     if registration.buffer in run.buffers:
         case = Case(facts, run, registration, run.buffers[registration.buffer])
     rests_on = case.seqs if case is not None else frozenset({registration.seq})
-    for contradiction in consistency.touching(facts, run, rests_on):
+    for contradiction in consistency.touching(consistency.flaws(facts, run), rests_on):
         return told(f"its record contradicts itself: {contradiction.text}")
     flaw = "its buffer is not in the record" if case is None else _control_flaw(case, changed, main)
     result["valid"] = not flaw

@@ -728,10 +728,8 @@ def _register_many(current: Pass, event: Mapping[str, Any]) -> None:
 
 def _mappings(event: Mapping[str, Any]) -> tuple[str, ...] | None:
     """Lines of /proc/self/maps at the time of the call; None where the event has none."""
-    told, line = event.get("mappings"), event.get("vma")
-    if isinstance(told, list):
-        return tuple(item for item in told if isinstance(item, str))
-    return (line,) if isinstance(line, str) else None
+    told = event.get("mappings")
+    return tuple(_texts(told)) if isinstance(told, list) else None
 
 
 def _look(current: Pass, facts: Facts, seq: int, event: Mapping[str, Any]) -> None:

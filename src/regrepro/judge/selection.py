@@ -76,7 +76,7 @@ def _undermined(found: Finding, flaws: list[consistency.Flaw]) -> Finding:
     """What a finding is worth once the record is held against itself: where its events contradict each other
     it decides nothing.
     """
-    own = [flaw for flaw in flaws if flaw.seqs is None or flaw.seqs & found.seqs]
+    own = consistency.touching(flaws, found.seqs)
     if not own:
         text = "no two sources of the record contradict each other"
         found.verdict.checks.append(Check(consistency.NAME, OK, text))
