@@ -27,8 +27,9 @@ from regrepro.record import read_record
 
 PAGE = memory.PAGE_SIZE
 ACCESS = verbs.access_bits(["LOCAL_WRITE", "REMOTE_WRITE", "REMOTE_READ"])
-LAST_LOOK = 31.0  # seconds after a failure
-HOLD = LAST_LOOK + 5.0
+LOOKS = 4  # of each failure, the last 31 s after it or, where one was late, later
+HOLD = 600.0  # until it is killed
+PATIENCE = 180.0  # seconds for all that is looked at
 BLOCKS = Path("/sys/devices/system/memory")
 DELAY = Path("/sys/bus/pseudo/drivers/scsi_debug/delay")
 JIFFIES = 2000  # 2 to 8 s
@@ -207,6 +208,16 @@ def start(holder: Holder, device: str) -> tuple[int, int]:
 def void(_: object) -> None: ...
 
 
+def looks_of(watcher: Watcher, pid: int) -> list[tuple[Any, ...]]:
+    """What later looks at the process' last failure saw, as far as they are recorded."""
+    lines = watcher.caught(pid, 0, 0)
+    return [
+        (event["after_seconds"], event["lists"], (event["pages"] or {}).get("refcount"), event["ended"])
+        for event in (read_record(Path(lines[-1]["record"])).events if lines else [])
+        if event["event"] == "look" and event["variant"] == lines[-1]["failure"]
+    ]
+
+
 def beside(watcher: Watcher, device: str, verdicts: Callable[[dict[str, Any]], dict[str, Any]]) -> int:
     """Run all of them beside one watch; return how often the two threads registered. `verdicts`: of a line,
     what the record says of it now.
@@ -221,6 +232,14 @@ def beside(watcher: Watcher, device: str, verdicts: Callable[[dict[str, Any]], d
     }
     if DELAY.exists():
         DELAY.write_text("0")
+    deadline = time.monotonic() + PATIENCE
+    for holder, pid, _ in running:
+        while holder.proven is not None and time.monotonic() < deadline:
+            looks = looks_of(watcher, pid)
+            if len(looks) == LOOKS or (looks and looks[-1][-1]):
+                break
+            time.sleep(0.5)
+    time.sleep(1)  # a last word comes after its look
     for holder, pid, read in running:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -240,12 +259,7 @@ def beside(watcher: Watcher, device: str, verdicts: Callable[[dict[str, Any]], d
             check(f"{holder.name}: never proven", "proven" not in states, reasons)
         if not lines:
             continue
-        looks = [
-            (event["after_seconds"], event["lists"], (event["pages"] or {}).get("refcount"))
-            for event in read_record(Path(lines[-1]["record"])).events
-            if event["event"] == "look" and event["variant"] == lines[-1]["failure"]
-        ]
-        print(f"# {holder.name}: {looks}", flush=True)
+        print(f"# {holder.name}: {looks_of(watcher, pid)}", flush=True)
         verdict = verdicts(lines[-1])
         reason = str(verdict.get("reason"))
         check(f"{holder.name}: and why", holder.says in reason, reason)
