@@ -29,7 +29,7 @@ from regrepro.explain.scan import Needles, read
 from regrepro.kernel.release import kernel_series, stock_series
 
 HERE = Path(__file__).parent
-CORPUS = [path.read_bytes() for path in sorted((HERE / "corpus").glob("*.log"))]
+CORPUS = [path.read_bytes() for path in sorted((HERE / "explain/corpus").glob("*.log"))]
 NODE = Node().hugetlb_cma(3 << 30).driver("535.104.05", peermem=True).files
 
 _LINES = sorted({line for fragment in CORPUS[:] for line in fragment.split(b"\n") if 0 < len(line) < 400})

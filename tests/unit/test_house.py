@@ -130,9 +130,3 @@ def test_every_c_header_is_plain_enough_for_cffi() -> None:
             continue
         conditions = re.findall(r"^#\s*(?:if|ifdef|elif|else)\b.*", header.read_text(), re.M)
         assert not conditions, f"{header.name}: {conditions}"
-
-
-def test_no_two_test_files_share_a_name() -> None:
-    # pytest imports test files by their bare names: a second one of a name ends the collection of both.
-    names = [path.name for path in (ROOT / "tests").rglob("*.py") if path.name != "conftest.py"]
-    assert sorted(names) == sorted(set(names))

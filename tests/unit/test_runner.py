@@ -378,7 +378,7 @@ def test_another_scenario_as_control(tmp_path: Path) -> None:
 _PROGRAM = """
 import sys
 sys.path[:0] = {path!r}
-import test_runner
+from unit import test_runner
 from regrepro import runner
 from regrepro.options import RunOptions
 try:
@@ -401,7 +401,7 @@ def _start(tmp_path: Path, name: str) -> tuple[subprocess.Popen[bytes], Path]:
     file = tmp_path / "file.py"
     file.write_text(HEAD + _ENDLESS)
     source = str(Path(runner.__file__).parent.parent)
-    program = _PROGRAM.format(path=[str(Path(__file__).parent), source])
+    program = _PROGRAM.format(path=[str(Path(__file__).parents[1]), str(Path(__file__).parent), source])
     out = tmp_path / name
     process = subprocess.Popen([sys.executable, "-c", program, str(file), str(out)])
     deadline = time.monotonic() + 30

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import record_builder as build
-from test_questions import by_io_uring
 
 from regrepro.judge import judge_record
+from unit.judge.test_questions import by_io_uring
 
 
 @pytest.mark.parametrize(("io_uring", "verdict"), [(True, "unmet"), (False, "other-failure")])

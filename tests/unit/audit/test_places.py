@@ -26,7 +26,7 @@ from regrepro.audit.places import open_place
 from regrepro.audit.reader import FolderReader
 from regrepro.errors import UsageError
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def exposed_node() -> Node:

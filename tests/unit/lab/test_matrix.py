@@ -24,7 +24,7 @@ from regrepro.lab import matrix as engine
 from regrepro.lab.commands import lab
 from regrepro.views import matrix as view
 
-UNIT = Path(__file__).parent
+UNIT = Path(__file__).parents[1]
 
 # Stands in for `python -m regrepro lab run`: writes the record that a kernel of this series would give.
 WORKER = textwrap.dedent(
@@ -209,7 +209,7 @@ def test_a_signal_ends_the_machines_and_keeps_what_was_run(tmp_path: Path) -> No
         f"""
         import sys
         sys.path.insert(0, {str(UNIT)!r})
-        import test_matrix
+        from unit.lab import test_matrix
         from pathlib import Path
         from regrepro.lab import matrix as engine
         engine.os.cpu_count = lambda: 2

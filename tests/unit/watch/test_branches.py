@@ -21,7 +21,7 @@ from regrepro.watch.copies import dynamic_functions
 from regrepro.watch.flow.graph import follow
 from regrepro.watch.flow.machine import End
 
-C_TESTS = Path(__file__).parents[1] / "c"
+C_TESTS = Path(__file__).parents[2] / "c"
 MACHINE = platform.machine()
 PARAMETERS = {"pd": 8, "addr": 8, "length": 8, "iova": 8, "access": 4}
 LEVELS = ["-O0", "-O1", "-O2", "-O3", "-Os"]

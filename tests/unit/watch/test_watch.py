@@ -1727,7 +1727,7 @@ def test_one_json_line_a_failure(watched: Any, capsys: pytest.CaptureFixture[str
     assert told["layer"] == "page-migration" and told["rank"] == {"RANK": "5"} and told["errno"] == "ENOMEM"
 
 
-PACKAGING = Path(__file__).parents[2] / "packaging"
+PACKAGING = Path(__file__).parents[3] / "packaging"
 
 
 @pytest.mark.parametrize("name", ["regrepro-watch.service", "regrepro-watch-daemonset.yaml"])

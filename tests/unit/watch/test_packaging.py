@@ -15,7 +15,7 @@ import yaml
 from regrepro.watch import lock
 from regrepro.watch.commands import watch as command
 
-PACKAGING = Path(__file__).parents[2] / "packaging"
+PACKAGING = Path(__file__).parents[3] / "packaging"
 UNIT = PACKAGING / "regrepro-watch.service"
 PROLOG = PACKAGING / "slurm-prolog-watch"
 # tests/lab/guest_watch.py runs watch with the unit's capabilities and no others.

@@ -140,7 +140,7 @@ def test_the_command_shows_what_was_run(tmp_path: Path, boots: list[Any]) -> Non
 
 
 def test_the_table_of_attacks_has_every_attack_and_no_wrong_cell() -> None:
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     text = (root / "docs/verdicts.md").read_text(encoding="utf-8")
     table = text.partition("<!-- attacks: begin -->")[2].partition("<!-- attacks: end -->")[0]
     rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", table, re.M))

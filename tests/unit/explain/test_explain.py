@@ -265,7 +265,7 @@ def test_memory_does_not_grow_with_the_log(tmp_path: Path) -> None:
         "peak = re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1]\n"
         "print(result['groups'][0]['count'], peak)\n"
     )
-    source = str(Path(__file__).parents[2] / "src")
+    source = str(Path(__file__).parents[3] / "src")
     done = subprocess.run(
         [sys.executable, "-c", program, str(log)],
         capture_output=True,

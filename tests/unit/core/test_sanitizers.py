@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CSRC = ROOT / "csrc"
 C_TESTS = ROOT / "tests" / "c"
 ROOMS = ("memory", "pin", "iouring", "bpf", "uprobe", "verbs")

@@ -20,7 +20,7 @@ from regrepro.core import memory, pyverbs_registrar, verbs
 from regrepro.errors import EnvironmentProblem, UsageError
 from regrepro.record import FILE_NAME, RecordWriter, read_record
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CSRC = ROOT / "csrc"
 C_TESTS = ROOT / "tests" / "c"
 

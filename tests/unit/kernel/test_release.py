@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 from audit_nodes import VENDOR_RELEASES
-from test_trace import PRIVATE, PUBLIC, btf
 
 from regrepro.kernel import trace_flags
 from regrepro.kernel.release import kernel_series, stock_series
+from unit.kernel.test_trace import PRIVATE, PUBLIC, btf
 
 BANNER = "Linux version 0 (builder@host) (gcc (Debian 12.2.0-14) 12.2.0) #1 SMP"
 DATED = "#1 SMP PREEMPT_DYNAMIC Thu Nov 30 10:11:12 UTC 2023"

@@ -17,18 +17,18 @@ from click.testing import CliRunner
 from document_blocks import Block, blocks, the_block
 from regrepro import cli
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 GATES = ROOT / "docs/gates.md"
 # Which test has which block, by words that stand in no other.
 TESTED = {
-    "# bisect.sh:": "tests/unit/test_gates_document.py",
-    "git bisect start BAD GOOD": "tests/unit/test_gates_document.py",
+    "# bisect.sh:": "tests/unit/documents/test_gates.py",
+    "git bisect start BAD GOOD": "tests/unit/documents/test_gates.py",
     "# gate.sh NODE": "tests/lab/test_gate_documents.py",
     "Prolog=": "tests/lab/test_gate_documents.py",
-    "kind: Job": "tests/unit/test_gates_document.py",
-    "kubectl cordon": "tests/unit/test_gates_document.py",
-    "pytest scenarios/": "tests/unit/test_gates_document.py",
-    "regrepro compare before after": "tests/unit/test_gates_document.py",
+    "kind: Job": "tests/unit/documents/test_gates.py",
+    "kubectl cordon": "tests/unit/documents/test_gates.py",
+    "pytest scenarios/": "tests/unit/documents/test_gates.py",
+    "regrepro compare before after": "tests/unit/documents/test_gates.py",
 }
 
 

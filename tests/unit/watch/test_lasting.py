@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_watch import LIBRARY, Alone, Pages, Seen, held, held_pin, judged, lasting, later, observer, state
 
 from regrepro.kernel.pagestate import PageState
 from regrepro.watch import again, evidence, process
@@ -22,6 +21,19 @@ from regrepro.watch.again import KEPT, KEPT_PAGES, Again, Waiting, no_look
 from regrepro.watch.events import Failure, Inner, PlainPin, StuckPage
 from regrepro.watch.evidence import LOOKS, PAGE_SIZE, Evidence
 from regrepro.watch.process import Process
+from unit.watch.test_watch import (
+    LIBRARY,
+    Alone,
+    Pages,
+    Seen,
+    held,
+    held_pin,
+    judged,
+    lasting,
+    later,
+    observer,
+    state,
+)
 
 ADDRESS = 0x7F0000000000
 

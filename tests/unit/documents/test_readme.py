@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from regrepro import cli, errors
 from regrepro.scenario import load_file
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import test_judge_turned as turned
 from record_builder import Record
 
 from regrepro.judge import judge_record
+from unit.judge import test_turned as turned
 
 Edit = Callable[[Record], object]
 

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 from stage_fakes import CMA, FakeBackend, FakeMap
-from test_runner import FakeEnvironment
-from test_stage import Bench
 
 from regrepro import judge, runner
 from regrepro.errors import Unmet
@@ -20,6 +18,8 @@ from regrepro.stage import hugepages
 from regrepro.stage.backend import PAGE_SIZE, Zone
 from regrepro.stage.policy import measure
 from regrepro.views.policy import points
+from unit.stage.test_stage import Bench
+from unit.test_runner import FakeEnvironment
 
 CHUNK = 16 * PAGE_SIZE
 

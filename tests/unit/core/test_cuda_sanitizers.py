@@ -12,7 +12,7 @@ from pathlib import Path
 import nvidia_files
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CSRC = ROOT / "csrc"
 FLAGS = ["-std=gnu11", "-Wall", "-Wextra", "-Werror", "-g", "-O1", "-fno-omit-frame-pointer", f"-I{CSRC}"]
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
