@@ -15,6 +15,9 @@ for number, action in ((signal.SIGINT, signal.default_int_handler), (signal.SIGH
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, action)
 
+# An event that is not as declared is an error of the code here, and raises.
+os.environ["REGREPRO_STRICT_RECORD"] = "1"
+
 REQUIRED = bool(os.environ.get("REGREPRO_REQUIRE_LAB"))
 LAB = Path(__file__).parent / "lab"
 # Attacks on the verdicts are scenarios for `regrepro lab run`, and root's business.

@@ -123,7 +123,7 @@ def test_a_boot_ends_in_the_verdicts_that_it_should(row: Row, tmp_path: Path) ->
     assert found == row.verdicts, told
     assert done.returncode == row.exit_code, told
     jsonschema.validate(verdicts, schema("verdicts-1.json"))
-    check = jsonschema.Draft202012Validator(schema("record-1.json"))
+    check = jsonschema.Draft202012Validator(schema("record-2.json"))
     lines = (out / "record.jsonl").read_text(encoding="utf-8").splitlines()
     for line in lines:
         check.validate(json.loads(line))

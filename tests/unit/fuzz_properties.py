@@ -192,7 +192,7 @@ def runs(values: list[Any]) -> None:
     """
     with tempfile.TemporaryDirectory() as folder:
         record = Path(folder) / "record.jsonl"
-        head = {"schema": "regrepro.record/1", "node": values[0] if values else None}
+        head = {"schema": "regrepro.record/2", "node": values[0] if values else None}
         record.write_text("\n".join(json.dumps(value) for value in (head, *values)), encoding="utf-8")
         try:
             reader = places.run_reader(Path(folder), record)

@@ -29,7 +29,7 @@ class Record:
 def header(**node: Any) -> dict[str, Any]:
     """A header; keywords replace node facts."""
     return {
-        "schema": "regrepro.record/1",
+        "schema": "regrepro.record/2",
         "version": "0.1.0",
         "started": "2026-10-01T12:00:00.000+00:00",
         "run": {"profile": "default", "names": [], "cuda": "auto", "trace": "auto", "place": "gather"},

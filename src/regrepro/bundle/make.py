@@ -35,7 +35,7 @@ _LIMIT = 256 << 20
 _LOGS = ("console.log", "dmesg.txt", "dmesg.log", "dmesg", "kern.log", "kernel.log")
 _ATTACHED_JSON = ("explain.json", "comparison.json")
 _OWN = {FILE_NAME, "verdicts.json", "audit.json", BUG_REPORT, *_LOGS, *_ATTACHED_JSON}
-_SCHEMAS = ("record-1.json", "verdicts-1.json", "audit-1.json")
+_SCHEMAS = ("record-2.json", "verdicts-1.json", "audit-1.json")
 
 _OF_INTEREST = re.compile(
     r"(?i)\bcma\b|cma:|hugetlb|movable|memory block|\bkho\b|kexec handover|nvidia|nvrm|mlx[45]|rxe|uverbs|"
@@ -238,7 +238,8 @@ def _require_same_verdicts(bundle: Bundle, verdicts: dict[str, Any], asked: dict
 
 
 def _short(verdicts: dict[str, Any]) -> list[tuple[Any, ...]]:
-    keys = ("scenario", "variant", "verdict", "pin_owner", "basis", "errno", "layer", "as_declared")
+    labels = ("scenario", "variant", "failure")
+    keys = (*labels, "verdict", "pin_owner", "basis", "errno", "layer", "as_declared")
     return [tuple(item.get(key) for key in keys) for item in verdicts["verdicts"]]
 
 

@@ -335,7 +335,10 @@ class Redactor:
             if key == "watched":
                 return self._watched(value)
             if key == "not_followed":  # copies of libibverbs by their paths
-                return {self._all(self._mapped(name)): self._all(str(item)) for name, item in value.items()}
+                return {
+                    self._all(self._mapped(name)): self._own_words(self._all(str(item)))
+                    for name, item in value.items()
+                }
             return {
                 self._own_words(self._all(str(name))): self._value(item, _label(value, str(name)))
                 for name, item in value.items()

@@ -17,6 +17,7 @@ from regrepro.compare.facts import Difference, differences
 from regrepro.errors import EXIT_DECIDED, EXIT_REPRODUCED, EXIT_UNDECIDED
 from regrepro.judge import questions
 from regrepro.judge.questions import ASIDE, SILENT, UNDECIDED, Standing, standing
+from regrepro.record import part_of
 
 SCHEMA = "regrepro.comparison/1"
 
@@ -41,7 +42,7 @@ class Change:
     """
 
     scenario: str
-    variant: str
+    part: str
     direction: str
     proven: bool
     reason: str
@@ -108,7 +109,7 @@ class Comparison:
             "changes": [
                 {
                     "scenario": change.scenario,
-                    "variant": change.variant,
+                    **_labels(change.after or change.before or {}),
                     "direction": change.direction,
                     "proven": change.proven,
                     "counts": change.counts,
@@ -164,10 +165,11 @@ def exit_code(comparison: Comparison) -> int:
 
 
 def _by_name(verdicts: Mapping[str, Any]) -> dict[tuple[str, str], Mapping[str, Any]]:
-    return {
-        (str(item.get("scenario")), str(item.get("variant", "default"))): item
-        for item in verdicts.get("verdicts", [])
-    }
+    return {(str(item.get("scenario")), part_of(item)): item for item in verdicts.get("verdicts", [])}
+
+
+def _labels(item: Mapping[str, Any]) -> dict[str, Any]:
+    return {"variant": "default"} | {key: item[key] for key in ("variant", "failure") if key in item}
 
 
 def ground(item: Mapping[str, Any]) -> str:
@@ -189,7 +191,7 @@ def _change(
     facts: Sequence[Difference],
     asked: _Asked,
 ) -> Change:
-    scenario, variant = name
+    scenario, part = name
 
     def make(
         direction: str,
@@ -199,7 +201,7 @@ def _change(
         *,
         counts: bool = True,
     ) -> Change:
-        return Change(scenario, variant, direction, proven, reason, before, after, goes_with, counts)
+        return Change(scenario, part, direction, proven, reason, before, after, goes_with, counts)
 
     if before is None or after is None:
         side = "before" if before is None else "after"

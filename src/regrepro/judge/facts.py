@@ -185,6 +185,7 @@ class Pass:
     scenario: str
     variant: str
     control: str | None
+    failure: str = ""  # of `watch`: which one that it caught
     begun: bool = False
     watched: bool = False  # a failure of somebody's program that `watch` caught
     first_seq: int | None = None
@@ -405,7 +406,7 @@ KNOWN = frozenset(
 def collect(record: RecordLike) -> Facts:
     """Read a record once, in the order of its events."""
     facts = Facts(_mapping(record.header), [], None, [], None, [str(text) for text in record.problems], {})
-    passes: dict[tuple[str, str, str | None], Pass] = {}
+    passes: dict[tuple[str, str, str | None, str], Pass] = {}
     seqs: list[int] = []
     for event in record.events:
         if not isinstance(event, Mapping) or not isinstance(event.get("event"), str):
@@ -426,6 +427,7 @@ def collect(record: RecordLike) -> Facts:
             event["scenario"],
             _text(event.get("variant")) or "default",
             _text_or_none(event.get("control")),
+            _text(event.get("failure")),
         )
         current = passes.get(key)
         if current is None:

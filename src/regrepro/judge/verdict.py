@@ -13,9 +13,9 @@ from regrepro.judge.owners import owner_of
 from regrepro.judge.questions import BOOT_NEED
 from regrepro.judge.rules import Case
 from regrepro.judge.selection import Finding, decide
+from regrepro.record.events import SCHEMA as RECORD_SCHEMA
 
 SCHEMA = "regrepro.verdicts/1"
-RECORD_SCHEMA = "regrepro.record/1"
 
 
 def judge_record(record: RecordLike) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def judge_record(record: RecordLike) -> dict[str, Any]:
         problems.append(f"the record's schema is {schema!r}; this version judges {RECORD_SCHEMA}")
     verdicts: list[dict[str, Any]] = []
     if schema == RECORD_SCHEMA:
-        for key in dict.fromkeys((item.scenario, item.variant) for item in facts.passes):
+        for key in dict.fromkeys((item.scenario, item.variant, item.failure) for item in facts.passes):
             verdicts.append(_judge_scenario(facts, *key))
         verdicts += _never_begun(facts)
     complete = facts.run_outcome == "finished" and bool(verdicts)
@@ -67,11 +67,12 @@ def _never_begun(facts: Facts) -> list[dict[str, Any]]:
     ]
 
 
-def _judge_scenario(facts: Facts, scenario: str, variant: str) -> dict[str, Any]:
+def _judge_scenario(facts: Facts, scenario: str, variant: str, failure: str) -> dict[str, Any]:
+    labels = (scenario, variant, failure)
     passes = {
-        item.control: item for item in facts.passes if (item.scenario, item.variant) == (scenario, variant)
+        item.control: item for item in facts.passes if (item.scenario, item.variant, item.failure) == labels
     }
-    main = passes.pop(None, None) or Pass(scenario, variant, None)
+    main = passes.pop(None, None) or Pass(scenario, variant, None, failure)
     found = decide(facts, main, passes)
     found.verdict = _as_booted(facts, found.verdict)
     return _written(facts, main, found)
@@ -103,6 +104,7 @@ def _written(facts: Facts, main: Pass, found: Finding) -> dict[str, Any]:
     item: dict[str, Any] = {
         "scenario": main.scenario,
         "variant": main.variant,
+        **({"failure": main.failure} if main.failure else {}),
         "verdict": verdict.verdict,
         "pin_owner": owner,
         "basis": verdict.basis,

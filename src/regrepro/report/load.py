@@ -9,7 +9,7 @@ from typing import Any
 
 from regrepro import judge
 from regrepro.errors import UsageError
-from regrepro.record import SCHEMA, Record, read_record, record_path
+from regrepro.record import SCHEMA, Record, part_of, read_record, record_path
 
 VERDICTS_FILE = "verdicts.json"
 KNOWN_VERDICTS = ("reproduced", "caught", "not-reproduced", "other-failure", "unmet", "error")
@@ -98,4 +98,4 @@ def _differences(kept: dict[str, Any] | None, verdicts: dict[str, Any]) -> list[
 
 
 def _key(item: dict[str, Any]) -> tuple[str, str]:
-    return str(item.get("scenario")), str(item.get("variant", "default"))
+    return str(item.get("scenario")), part_of(item)

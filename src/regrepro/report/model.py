@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from regrepro.options import format_size
+from regrepro.record import part_of
 from regrepro.report.load import Run
 from regrepro.report.steps import Moment, Pass, Reader, Step, passes
 from regrepro.views import words
@@ -85,9 +86,9 @@ class Finding:
 
     @property
     def name(self) -> str:
-        """Scenario, with its variant where it has one."""
-        variant = self.item.get("variant")
-        return f"{self.item.get('scenario')}" + (f" ({variant})" if variant not in (None, "default") else "")
+        """Scenario, with its variant, or the failure that `watch` caught, where it has one."""
+        part = part_of(self.item)
+        return f"{self.item.get('scenario')}" + (f" ({part})" if part != "default" else "")
 
     @property
     def verdict(self) -> str:
@@ -127,10 +128,10 @@ def build(run: Run) -> Report:
     found = passes(run.record.events)
     reader = Reader()
     findings = [_finding(item, found, reader) for item in items]
-    drawn = {(one.scenario, one.variant): one for one in pictures(run.record.events)}
+    drawn = {(one.scenario, one.part): one for one in pictures(run.record.events)}
     measured, counted = points(run.record.events), rates(run.record.events)
     for finding in findings:
-        key = (str(finding.item.get("scenario")), str(finding.item.get("variant", "default")))
+        key = (str(finding.item.get("scenario")), part_of(finding.item))
         finding.picture = drawn.get(key)
         finding.policy = measured.get(key, [])
         finding.rates = counted.get(key, [])
@@ -399,8 +400,8 @@ def _asks(
 
 
 def _finding(item: Mapping[str, Any], found: Sequence[Pass], reader: Reader) -> Finding:
-    name, variant = str(item.get("scenario")), str(item.get("variant", "default"))
-    own = [one for one in found if (one.scenario, one.variant) == (name, variant)]
+    name, part = str(item.get("scenario")), part_of(item)
+    own = [one for one in found if (one.scenario, one.part) == (name, part)]
     finding = Finding(item, TITLES.get(str(item.get("verdict")), "a verdict that this version does not know"))
     evidence = words.mapping_of(item.get("evidence"))
     main = next((one for one in own if one.control is None), None)

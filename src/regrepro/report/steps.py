@@ -8,6 +8,7 @@ from typing import Any
 
 from regrepro.judge.pagestate import UNPINNABLE, PageState, StateReader
 from regrepro.judge.spans import Spans
+from regrepro.record import part_of
 from regrepro.views import words
 
 LETTERS = {
@@ -54,7 +55,7 @@ class Pass:
     """One way through a scenario's body: the scenario itself (`control` None) or one of its controls."""
 
     scenario: str
-    variant: str
+    part: str
     control: str | None
     begin: Mapping[str, Any]
     events: list[Mapping[str, Any]] = field(default_factory=list)
@@ -116,7 +117,7 @@ def passes(events: Iterable[Mapping[str, Any]]) -> list[Pass]:
         control = event.get("control")
         key = (
             event["scenario"],
-            str(event.get("variant", "default")),
+            part_of(event),
             None if control is None else str(control),
         )
         if key not in found:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from regrepro.record import part_of
 from regrepro.views import words
 
 
@@ -29,8 +30,8 @@ def _lines(verdicts: Mapping[str, Any], expect_declared: bool) -> Iterator[str]:
     for number, item in enumerate(items, start=1):
         passed = _passed(item, expect_declared)
         name = f"{item.get('scenario')}"
-        if item.get("variant") not in (None, "default"):
-            name += f" ({item['variant']})"
+        if part_of(item) != "default":
+            name += f" ({part_of(item)})"
         skipped += passed is None
         skip = f" # SKIP {_line(item.get('reason'))}" if passed is None else ""
         yield f"{'not ok' if passed is False else 'ok'} {number} - {_name(name)}{skip}"

@@ -7,6 +7,8 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any, TextIO
 
+from regrepro.record import part_of
+
 _HEADLINES = {
     0: "The same as before, or better.",
     10: "Worse than before.",
@@ -46,8 +48,8 @@ def lines(comparison: Mapping[str, Any], width: int) -> Iterator[str]:
 
 
 def _name(change: Mapping[str, Any]) -> str:
-    variant = change["variant"]
-    return str(change["scenario"]) if variant == "default" else f"{change['scenario']} [{variant}]"
+    part = part_of(change)
+    return str(change["scenario"]) if part == "default" else f"{change['scenario']} [{part}]"
 
 
 def _verdict(side: Mapping[str, Any] | None) -> str:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from regrepro.judge.pagestate import UNPINNABLE, PageState, StateReader
+from regrepro.record import part_of
 from regrepro.views import words
 
 LETTERS = {"cma": "C", "movable-zone": "M", "isolate": "I", "ordinary": "·", "unknown": "?", "hole": " "}
@@ -62,7 +63,7 @@ class Picture:
     """What is drawn for one scenario: the buffer under test on each node that holds pages of it."""
 
     scenario: str
-    variant: str
+    part: str
     buffer: int
     nodes: tuple[NodePicture, ...]
 
@@ -75,17 +76,17 @@ def pictures(events: Iterable[Mapping[str, Any]]) -> list[Picture]:
         if event.get("event") == "memory-map":
             memory_map = event
         elif isinstance(event.get("scenario"), str) and event.get("control") is None:
-            passes.setdefault((event["scenario"], str(event.get("variant", "default"))), []).append(event)
+            passes.setdefault((event["scenario"], part_of(event)), []).append(event)
     if memory_map is None:
         return []
     read = StateReader()
     made = []
-    for (scenario, variant), its in passes.items():
+    for (scenario, part), its in passes.items():
         buffer = buffer_under_test(its)
         moments = [] if buffer is None else list(_moments(its, buffer, read))
         nodes = tuple(_nodes(memory_map, moments))
         if buffer is not None and nodes:
-            made.append(Picture(scenario, variant, buffer, nodes))
+            made.append(Picture(scenario, part, buffer, nodes))
     return made
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
+from regrepro.record import part_of
 from regrepro.views import picture, policy, rates, words
 
 Segment = tuple[str, str]
@@ -110,7 +111,7 @@ def _whole(
         for item in items:
             proof = _proof(item, width)
             if proof:
-                key = (str(item.get("scenario")), str(item.get("variant") or "default"))
+                key = (str(item.get("scenario")), part_of(item))
                 lines += [[], *proof, *drawn.get(key, [])]
     stand_ins = words.stand_ins(header, items)
     if stand_ins:
@@ -159,10 +160,9 @@ _COLUMNS = ("scenario", "verdict", "pin by", "basis", "errno", "layer")
 
 
 def _row(item: Mapping[str, Any]) -> list[str]:
-    variant = item.get("variant")
-    name = str(item.get("scenario"))
-    if variant not in (None, "default"):
-        name += f" ({variant})"
+    name, part = str(item.get("scenario")), part_of(item)
+    if part != "default":
+        name += f" ({part})"
     owner = str(item.get("pin_owner") or "none")
     if owner == "cuda" and item.get("driver"):
         owner += f" {item['driver']}"
@@ -245,7 +245,7 @@ def _proof(item: Mapping[str, Any], width: int) -> list[Line]:
 
 def _drawn(events: Iterable[Mapping[str, Any]], width: int) -> dict[tuple[str, str], list[Line]]:
     """What can be drawn of each scenario: its buffer, what the page allocator did, rates that it counted."""
-    found = {(item.scenario, item.variant): _picture(item, width) for item in picture.pictures(events)}
+    found = {(item.scenario, item.part): _picture(item, width) for item in picture.pictures(events)}
     for key, its in policy.points(events).items():
         rows: list[Line] = [[*_label("policy", 10), ("what the page allocator handed out", "")]]
         rows += [[("    ", ""), (row, "")] for row in policy.as_text(its, width - 4)]

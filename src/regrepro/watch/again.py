@@ -45,8 +45,7 @@ class Waiting:
 
     def add(self, seen: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         """Keep what a look saw; return its event."""
-        label = {"scenario": "watch", "variant": self.name, "control": None, "registration": 1}
-        self.looks.append({**label, **seen})
+        self.looks.append({**look.labels(self.name), "registration": 1, **seen})
         self.looked = self.failure.since + (seen["after_seconds"] or 0.0)
         return EVENT, self.looks[-1]
 

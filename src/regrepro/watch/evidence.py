@@ -605,12 +605,17 @@ def modules_of(stack: Iterable[str], kallsyms: Path = Path("/proc/kallsyms")) ->
     return list(dict.fromkeys(known[frame] for frame in frames if frame in known))
 
 
+def labels(name: str) -> dict[str, Any]:
+    """Return what names the pass of a failure, `failure-1` or so."""
+    return {"scenario": SCENARIO, "variant": "default", "control": None, "failure": name}
+
+
 def record_events(
     evidence: Evidence, trace: dict[str, Any], name: str
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the events of one failure's pass: (type, keys)."""
     failure, seen = evidence.failure, evidence.process
-    label = {"scenario": SCENARIO, "variant": name, "control": None}
+    label = labels(name)
     yield (
         "scenario-begin",
         {

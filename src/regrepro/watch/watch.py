@@ -26,7 +26,7 @@ from regrepro.kernel import leftovers, trace_flags
 from regrepro.kernel.btf import Btf, BtfError
 from regrepro.kernel.node import node_facts
 from regrepro.kernel.release import kernel_series
-from regrepro.record import Record, RecordProblem
+from regrepro.record import SCHEMA, Record, RecordProblem
 from regrepro.watch import evidence as look
 from regrepro.watch.again import EVENT, Again, Waiting, no_look
 from regrepro.watch.bpf_engine import BpfEngine
@@ -820,7 +820,7 @@ class Watch:
 
     def _header(self) -> dict[str, Any]:
         self._last_header: dict[str, Any] = {
-            "schema": "regrepro.record/1",
+            "schema": SCHEMA,
             "run": {
                 "profile": look.SCENARIO,
                 "names": [],

@@ -403,7 +403,7 @@ def test_a_measured_contract_comes_before_all(tmp_path: Path) -> None:
     run_dir = tmp_path / "runs" / "one"
     run_dir.mkdir(parents=True)
     header = {
-        "schema": "regrepro.record/1",
+        "schema": "regrepro.record/2",
         "node": {"hostname": "gpu-a17", "kernel": "6.8.0-45-generic", "nvidia_driver": "535.104.05"},
     }
     (run_dir / "record.jsonl").write_text(json.dumps(header) + "\n", encoding="utf-8")

@@ -182,7 +182,7 @@ def test_run_of_regrepro_and_bundle(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
     header = {
-        "schema": "regrepro.record/1",
+        "schema": "regrepro.record/2",
         "version": "0.1.0",
         "node": {
             "hostname": "gpu-a17",
@@ -469,6 +469,6 @@ def test_a_record_of_odd_values_says_nothing_rather_than_crash(tmp_path: Path, e
     """What the fuzzer found: numbers that are none."""
     record = tmp_path / "record.jsonl"
     record.write_text(
-        json.dumps({"schema": "regrepro.record/1"}) + "\n" + json.dumps(event), encoding="utf-8"
+        json.dumps({"schema": "regrepro.record/2"}) + "\n" + json.dumps(event), encoding="utf-8"
     )
     assert audited(record)["findings"]

@@ -19,7 +19,7 @@ from regrepro.watch import process
 from regrepro.watch.events import Failure, Inner
 from regrepro.watch.evidence import Evidence, record_events
 
-SCHEMA = json.loads((Path(regrepro.__file__).parent / "schema" / "record-1.json").read_text())
+SCHEMA = json.loads((Path(regrepro.__file__).parent / "schema" / "record-2.json").read_text())
 CONTAINER = "5fe1c0ad" * 8
 SECRETS = {
     "host": "fairlead-0417",

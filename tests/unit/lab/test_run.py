@@ -29,7 +29,7 @@ from regrepro.lab.run import LabOptions, append_event, guest_names, guest_script
 from regrepro.options import RunOptions
 from regrepro.record import FILE_NAME, RecordWriter, read_record
 
-SCHEMA = json.loads((Path(regrepro.__file__).parent / "schema/record-1.json").read_text())
+SCHEMA = json.loads((Path(regrepro.__file__).parent / "schema/record-2.json").read_text())
 FACTS = {"kernel": "7.3.4", "kernel_image": "/k/vmlinuz", "boot": [], "memory": 2 << 30, "numa": 1, "cpus": 2}
 
 
@@ -162,7 +162,7 @@ def test_progress_follows_the_record_as_it_grows(tmp_path: Path) -> None:
     follow.look()  # not there yet
     labels = {"scenario": "no_pin", "variant": "default", "control": None}
     lines = [
-        {"schema": "regrepro.record/1"},
+        {"schema": "regrepro.record/2"},
         {
             "seq": 1,
             "event": "reservation",

@@ -264,7 +264,7 @@ def test_flawed_runs_are_shown_with_what_is_wrong(kind: str, flaw: str, tmp_path
 def test_a_record_of_another_version_shows_the_verdicts_that_lie_there(tmp_path: Path) -> None:
     record = build.reproduced_record()
     write(tmp_path, record)
-    lines = (tmp_path / "record.jsonl").read_text().replace("regrepro.record/1", "regrepro.record/7")
+    lines = (tmp_path / "record.jsonl").read_text().replace("regrepro.record/2", "regrepro.record/7")
     (tmp_path / "record.jsonl").write_text(lines)
     shown = " ".join(make(tmp_path, "text").split())
     assert "this version of regrepro" in shown

@@ -362,7 +362,7 @@ def test_it_is_shown_again_when_the_last_look_has_proven_it(looking: Any) -> Non
     looking.watch._look_again(131.0)
     assert len(looking.shown) == 1 and looking.watch.metrics.proven == 1
     assert looking.watch._again.next_due is None
-    assert {keys["variant"] for _, keys in looking.written} == {"failure-1"}
+    assert {keys["failure"] for _, keys in looking.written} == {"failure-1"}
 
 
 def test_what_stays_likely_is_not_shown_again(looking: Any) -> None:

@@ -76,7 +76,7 @@ FUNCTIONS = Functions(
 )
 NAMES = make_program(FUNCTIONS).names
 SCHEMAS = Path(regrepro.__file__).parent / "schema"
-SCHEMA = json.loads((SCHEMAS / "record-1.json").read_text())
+SCHEMA = json.loads((SCHEMAS / "record-2.json").read_text())
 VERDICTS = json.loads((SCHEMAS / "verdicts-1.json").read_text())
 HEADER: dict[str, Any] = {
     "version": "0",
@@ -1208,7 +1208,7 @@ def judged(
     """Write a failure's pass and later looks, hold them to the schema, and judge it."""
     process_ = Process(failure.pid, limits=seen.pop("limits", {}), capabilities=seen.pop("capabilities", []))
     found = Evidence(failure, process_, **seen)
-    record = [{"schema": "regrepro.record/1", **HEADER}]
+    record = [{"schema": "regrepro.record/2", **HEADER}]
     for kind, keys in record_events(found, observer().trace(failure, lost), "failure-1"):
         record.append({"seq": len(record), "t": 0.0, "event": kind, **keys})
     item = Waiting(failure, found, {}, "failure-1")

@@ -1,4 +1,4 @@
-"""The record: `record.jsonl`, a header and one event a line. The format is described in docs/record.md.
+"""Writes `record.jsonl`: a header and one event a line. The format is described in docs/record.md.
 
 `RecordWriter` is made before the scenario children are forked and used by parent and children alike. A line
 is one `write(2)` on an `O_APPEND` descriptor. The sequence number lives in memory that all of them share,
@@ -19,15 +19,15 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from regrepro import __version__
 from regrepro.errors import EnvironmentProblem, RegreproError, UsageError
+from regrepro.record.events import EVENTS, SCHEMA
 
-SCHEMA = "regrepro.record/1"
 FILE_NAME = "record.jsonl"
 
 # The memory that all writers share, as 64-bit cells: a state, and two pairs of last sequence number and
@@ -41,6 +41,20 @@ _WRITING = 2
 def _pair(state: int) -> int:
     """Index of the cell of the sequence number that holds; the file's length is in the next one."""
     return 1 + 2 * (state & 1)
+
+
+STRICT = "REGREPRO_STRICT_RECORD"
+"""The environment variable with which an event that is not as declared raises `UndeclaredError`."""
+
+# Keys that each event may have; None: any.
+_KEYS: dict[str, frozenset[str] | None] = {
+    name: None if cls.OPEN else frozenset(item.name for item in fields(cls)) - {"seq", "t"}
+    for name, cls in EVENTS.items()
+}
+
+
+class UndeclaredError(TypeError):
+    """An event, or keys of one, that `record.events` does not declare: an error of whoever writes it."""
 
 
 class RecordProblem(EnvironmentProblem):
@@ -117,7 +131,18 @@ class RecordWriter:
         self._now_holds(0, len(line))
 
     def event(self, event: str, /, **keys: Any) -> int:
-        """Append one event and return its `seq`. Raises `RecordProblem`; the record is whole then, too."""
+        """Append one event and return its `seq`. Raises `RecordProblem`; the record is whole then, too.
+
+        What `record.events` does not declare raises `UndeclaredError` where the environment has `STRICT`, as
+        tests do. Elsewhere it is written all the same, and `undeclared` names it: a node's record is worth
+        more than its form.
+        """
+        allowed = _KEYS.get(event, frozenset())
+        if event not in _KEYS or (allowed is not None and not keys.keys() <= allowed):
+            unknown = sorted(keys.keys() - (allowed or ())) if event in _KEYS else [event]
+            if os.environ.get(STRICT):
+                raise UndeclaredError(f"{event}: {', '.join(unknown)} is not declared in record/events.py")
+            keys["undeclared"] = unknown
         # Encode outside the lock; only `seq` and `t` must be taken within.
         tail = "".join(f",{_ENCODER.encode(key)}:{encode(value)}" for key, value in keys.items())
         with self._locked():
@@ -221,120 +246,3 @@ class RecordWriter:
         elif error.errno in (errno_numbers.EACCES, errno_numbers.EROFS, errno_numbers.ENOENT):
             hint = "give --out a directory that can be written"
         return RecordProblem(f"cannot write {self.path}", why=error.strerror or str(error), hint=hint)
-
-
-@dataclass
-class Record:
-    """A record as read: `header`, `events` in the order of the file, `problems` (sentences)."""
-
-    header: dict[str, Any]
-    events: list[dict[str, Any]]
-    problems: list[str] = field(default_factory=list)
-
-    def of(self, *types: str) -> Iterator[dict[str, Any]]:
-        """Yield the events of the given types."""
-        return (event for event in self.events if event.get("event") in types)
-
-
-def record_path(path: str | os.PathLike[str]) -> Path:
-    """Return the record of a run directory, or the file itself. Raises `UsageError` where there is none."""
-    given = Path(path)
-    try:
-        file = given / FILE_NAME if given.is_dir() else given
-        if file.is_file():
-            return file
-        exists = given.exists()
-    except OSError as error:
-        raise UsageError(f"cannot read {given}", why=error.strerror or str(error)) from None
-    if exists:
-        raise UsageError(
-            f"{given} holds no {FILE_NAME}", hint="name a run directory, as `regrepro run` makes them"
-        )
-    raise UsageError(f"{given} does not exist", hint="name a run directory, as `regrepro run` makes them")
-
-
-def read_record(path: str | os.PathLike[str]) -> Record:
-    """Read a record: a run directory or the file itself.
-
-    A cut last line (the writer was killed), a line that is no JSON and a gap in `seq` are told in `problems`;
-    keys and event types that are not known are kept. Raises `UsageError` for what is no record or has another
-    schema.
-    """
-    file = record_path(path)
-    try:
-        lines = file.read_bytes().split(b"\n")
-    except OSError as error:
-        raise UsageError(f"cannot read {file}", why=error.strerror or str(error)) from None
-    problems: list[str] = []
-    cut = lines.pop()  # what follows the last newline: nothing, in a whole record
-    if not lines:
-        why = "its first line is cut" if cut else "it is empty"
-        raise UsageError(f"{file} is no record", why=why)
-    header = _parse(lines[0])
-    if header is None or "schema" not in header:
-        raise UsageError(
-            f"{file} is no record", why="its first line is no header", hint=f"expected schema {SCHEMA}"
-        )
-    if header["schema"] != SCHEMA:
-        raise UsageError(
-            f"{file} has schema {header['schema']!r}",
-            why=f"this version of regrepro ({__version__}) reads {SCHEMA}",
-            hint=f"it was written by regrepro {header.get('version', 'of unknown version')}: use that one",
-        )
-    events: list[dict[str, Any]] = []
-    expected = 1
-    for number, line in enumerate(lines[1:], start=2):
-        event = _parse(line)
-        if event is None or not isinstance(event.get("event"), str):
-            problems.append(f"line {number} is no event and was left out")
-            expected += 1
-            continue
-        seq = event.get("seq")
-        if isinstance(seq, int) and not isinstance(seq, bool):
-            if seq != expected:
-                problems.append(f"line {number} has seq {seq} where {expected} was due: lines are missing")
-            expected = seq + 1
-        else:
-            problems.append(f"line {number} has no seq")
-        events.append(event)
-    _resolve(events, problems)
-    if cut:
-        problems.append(f"the last line (line {len(lines) + 1}) is cut and was left out")
-    if not any(event["event"] == "run-end" for event in events):
-        problems.append("the record ends without run-end: the run was killed or is still going on")
-    return Record(header, events, problems)
-
-
-# The keys of events that hold page states.
-_STATE_KEYS = ("pages", "before", "after")
-
-
-def _resolve(events: list[dict[str, Any]], problems: list[str]) -> None:
-    """Put page states in the place of references to them (`same_as`): a large one is written once."""
-    whole: dict[tuple[Any, Any], dict[str, Any]] = {}
-    for event in events:
-        seq = event.get("seq")
-        for key in _STATE_KEYS:
-            state = event.get(key)
-            if not isinstance(state, dict):
-                continue
-            place = state.get("same_as")
-            if not isinstance(place, dict):
-                if isinstance(seq, int):
-                    whole[seq, key] = state
-                continue
-            found = whole.get((place.get("seq", seq), place.get("key", "")))
-            if found is None:
-                problems.append(f"seq {seq}: {key} refers to a page state that is not there")
-                event[key] = None
-                event.setdefault("pages_unknown", "the record refers to a page state that is not there")
-            else:
-                event[key] = found | {name: value for name, value in state.items() if name != "same_as"}
-
-
-def _parse(line: bytes) -> dict[str, Any] | None:
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None

@@ -1,9 +1,8 @@
-"""The record: whole lines, numbers without a gap, whoever dies, and a reader that says what is amiss."""
+"""Whole lines, numbers without a gap, whoever dies, and no key that is not declared."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import resource
 import signal
@@ -14,7 +13,14 @@ from pathlib import Path
 import pytest
 
 from regrepro.errors import UsageError
-from regrepro.record import FILE_NAME, RecordProblem, RecordWriter, encoded, read_record
+from regrepro.record import (
+    FILE_NAME,
+    RecordProblem,
+    RecordWriter,
+    UndeclaredError,
+    encoded,
+    read_record,
+)
 
 HEADER = {"run": {}, "node": {}, "lab": None, "stand_ins": []}
 
@@ -29,7 +35,7 @@ def test_what_is_written_is_read(writer: RecordWriter) -> None:
     assert writer.event("step", name="x", values={"a": [1, 2]}, state=encoded({"pfn": [[0, 5, 1]]})) == 2
     writer.event("run-end", outcome="finished")
     record = read_record(writer.path.parent)
-    assert record.header["schema"] == "regrepro.record/1"
+    assert record.header["schema"] == "regrepro.record/2"
     assert [event["seq"] for event in record.events] == [1, 2, 3]
     assert record.events[1]["state"] == {"pfn": [[0, 5, 1]]}
     assert record.problems == []
@@ -188,71 +194,24 @@ def test_cannot_be_made(tmp_path: Path) -> None:
         RecordWriter(tmp_path / "missing" / FILE_NAME, HEADER)
 
 
-def test_a_cut_record_is_read_up_to_the_cut(writer: RecordWriter) -> None:
-    for i in range(3):
-        writer.event("step", name="x", i=i)
-    data = writer.path.read_bytes()
-    lines = data.split(b"\n")
-    for cut in range(len(lines[0]) + 2, len(data)):
-        writer.path.write_bytes(data[:cut])
-        record = read_record(writer.path)
-        whole = data[:cut].count(b"\n") - 1
-        assert [event["i"] for event in record.events] == list(range(whole))
-        assert any("is cut" in problem for problem in record.problems) == (data[cut - 1 : cut] != b"\n")
+def test_what_is_not_declared_is_an_error_here(writer: RecordWriter) -> None:
+    with pytest.raises(UndeclaredError, match="free: colour is not declared"):
+        writer.event("free", buffer=1, colour="blue")
+    with pytest.raises(UndeclaredError, match="of-the-future is not declared"):
+        writer.event("of-the-future")
+    assert writer.event("step", name="x", colour="blue") == 1
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"", "it is empty"),
-        (b'{"schema": "regrepro', "first line is cut"),
-        (b"hello\n", "first line is no header"),
-        (b"[1]\n", "first line is no header"),
-        (b"\xff\xfe\n", "first line is no header"),
-        (b'{"schema": "regrepro.record/9", "version": "7.0"}\n', "regrepro.record/9"),
-    ],
-)
-def test_what_is_no_record(tmp_path: Path, content: bytes, message: str) -> None:
-    (tmp_path / FILE_NAME).write_bytes(content)
-    with pytest.raises(UsageError, match=message):
-        read_record(tmp_path)
-
-
-def test_where_there_is_no_record(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="holds no record"):
-        read_record(tmp_path)
-    with pytest.raises(UsageError, match="does not exist"):
-        read_record(tmp_path / "nothing")
-
-
-def test_damage_in_the_middle_is_told(writer: RecordWriter) -> None:
-    for i in range(4):
-        writer.event("step", name="x", i=i)
-    lines = writer.path.read_bytes().split(b"\n")
-    lines[2] = b"\x00garbage"
-    del lines[3]
-    writer.path.write_bytes(b"\n".join(lines))
-    record = read_record(writer.path)
-    assert [event["i"] for event in record.events] == [0, 3]
-    assert any("line 3 is no event" in problem for problem in record.problems)
-    assert any("lines are missing" in problem for problem in record.problems)
-
-
-def test_unknown_keys_are_kept(writer: RecordWriter) -> None:
+def test_what_is_not_declared_is_kept_and_marked_on_a_node(
+    writer: RecordWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("REGREPRO_STRICT_RECORD")
     writer.event("of-the-future", colour="blue")
-    assert read_record(writer.path).events[0]["colour"] == "blue"
-    assert json.loads(writer.path.read_text().splitlines()[1])["event"] == "of-the-future"
-
-
-def test_references_to_page_states_are_resolved(writer: RecordWriter) -> None:
-    state = {"pfn": [[0, 5, 1]], "how": "observed"}
-    writer.event("register", before=state, after={"same_as": {"key": "before"}})
-    writer.event("register", before={"same_as": {"seq": 1, "key": "before"}, "how": "inferred"}, after=None)
-    writer.event("register", before={"same_as": {"seq": 9, "key": "after"}}, after=None)
-    writer.event("run-end", outcome="finished")
-    record = read_record(writer.path)
-    first, second, third = record.events[:3]
-    assert first["after"] == state
-    assert second["before"] == {**state, "how": "inferred"}
-    assert third["before"] is None
-    assert record.problems == ["seq 3: before refers to a page state that is not there"]
+    writer.event("free", buffer=1, colour="red")
+    first, second = read_record(writer.path).events
+    assert (first["event"], first["colour"], first["undeclared"]) == (
+        "of-the-future",
+        "blue",
+        ["of-the-future"],
+    )
+    assert (second["buffer"], second["colour"], second["undeclared"]) == (1, "red", ["colour"])

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import pytest
 import record_builder as build
 
 from regrepro.judge import LAYERS, judge_record
+from regrepro.record.events import EVENTS, Event, Header, PageState, Trace
+from regrepro.record.schema import schema_text, with_tables
 
 jsonschema = pytest.importorskip("jsonschema")
 
+ROOT = Path(__file__).parents[3]
 RECORDS = {
     "reproduced": build.reproduced_record,
     "get": build.get_record,
@@ -31,7 +36,7 @@ def load(name: str) -> Any:
 
 @pytest.fixture(scope="module")
 def line_schema() -> Any:
-    schema = load("record-1.json")
+    schema = load("record-2.json")
     jsonschema.Draft202012Validator.check_schema(schema)
     return jsonschema.Draft202012Validator(schema)
 
@@ -41,6 +46,23 @@ def verdicts_schema() -> Any:
     schema = load("verdicts-1.json")
     jsonschema.Draft202012Validator.check_schema(schema)
     return jsonschema.Draft202012Validator(schema)
+
+
+def test_schema_and_tables_are_made_from_the_classes() -> None:
+    made = "python -m regrepro.record.schema . makes it anew"
+    kept = resources.files("regrepro").joinpath("schema", "record-2.json").read_text(encoding="utf-8")
+    assert kept == schema_text(), made
+    page = (ROOT / "docs/record.md").read_text(encoding="utf-8")
+    assert page.count("<!-- generated: ") == 4
+    assert page == with_tables(page), made
+
+
+def test_every_key_has_its_sentence() -> None:
+    """Of the header and the events; what keys of nested values are, these sentences say."""
+    for cls in (Header, PageState, Trace, *EVENTS.values()):
+        own = [item for item in fields(cls) if item.name not in {item.name for item in fields(Event)}]
+        assert cls.__doc__
+        assert [item.name for item in own if not item.metadata.get("doc")] == [], cls
 
 
 @pytest.mark.parametrize("name", RECORDS)
@@ -84,7 +106,7 @@ def test_malformed_events_are_refused(event: str, change: dict[str, Any], line_s
 
 @pytest.mark.parametrize("event", sorted({item["event"] for item in build.reproduced_record().events}))
 def test_every_listed_key_is_required(event: str, line_schema: Any) -> None:
-    required = load("record-1.json")["$defs"][f"event-{event}"]
+    required = load("record-2.json")["$defs"][f"event-{event}"]
     keys = [key for part in required.get("allOf", [required]) for key in part.get("required", [])]
     assert keys or event == "note"
     for key in keys:
