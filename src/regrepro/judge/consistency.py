@@ -9,19 +9,19 @@ seen) contradicts nothing. Kernel functions are named with the file that holds t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from regrepro.errors import errno_name
 from regrepro.judge import tracefacts as fn
 from regrepro.judge.facts import Buffer, Facts, Pass, Pin, Registration
 from regrepro.judge.frames import pins_on, same_frames
 from regrepro.judge.owners import DRIVER_MODULES, UNASKED
-from regrepro.judge.pagestate import PIN_BIAS, UNPINNABLE, PageState, cache_references, where, whole_number
+from regrepro.judge.pagestate import PIN_BIAS, UNPINNABLE, PageState, cache_references, where
 from regrepro.judge.rules import reached
 from regrepro.judge.spans import Run, Spans, together
 from regrepro.judge.tracefacts import Trace
+from regrepro.record.events import Transfer
 
 NAME = "consistency"
 _TAKES_PINS = ("pin_user_pages_fast", "pin_user_pages", "pin_user_pages_remote", "pin_user_pages_unlocked")
@@ -120,7 +120,7 @@ def _identities(facts: Facts, run: Pass) -> Iterator[Flaw]:
         if errno is None:
             ended.add(number)
     for event in run.transfers:
-        yield from _transfer(run, made.get(whole_number(event.get("registration")) or 0), event)
+        yield from _transfer(run, made.get(event.registration), event)
     freed: dict[int, int] = {}
     for seq, number in run.freed:
         if number in freed:
@@ -131,19 +131,19 @@ def _identities(facts: Facts, run: Pass) -> Iterator[Flaw]:
             yield Flaw(f"buffer {use.buffer} was used after it was freed", _of(use))
 
 
-def _transfer(run: Pass, mr: Registration | None, event: Mapping[str, Any]) -> Iterator[Flaw]:
+def _transfer(run: Pass, mr: Registration | None, event: Transfer) -> Iterator[Flaw]:
     """A key lets nothing through before it was given, after it was taken back, or beyond its MR
     (`mr_check_range` in drivers/infiniband/sw/rxe/rxe_mr.c; a device's own tables alike).
     """
-    if event.get("errno"):
+    if event.errno:
         return
-    seq, size = whole_number(event.get("seq")) or 0, whole_number(event.get("bytes")) or 0
+    seq, size = event.seq, event.bytes
     if mr is None:
         if not run.series:
             yield Flaw("a transfer went through a registration that the record does not hold", None)
     elif not mr.succeeded:
         yield Flaw(f"registration {mr.id} failed, and a transfer went through it", _of(mr))
-    elif seq and (seq < mr.seq or (mr.deregistered is not None and seq > mr.deregistered)):
+    elif seq < mr.seq or (mr.deregistered is not None and seq > mr.deregistered):
         yield Flaw(f"a transfer went through registration {mr.id} when it was none", _of(mr))
     elif mr.length is not None and size > mr.length:
         yield Flaw(f"a transfer of {size} bytes went through registration {mr.id}, of {mr.length}", _of(mr))
@@ -155,9 +155,8 @@ def _changes(facts: Facts, run: Pass) -> Iterator[Flaw]:
         if run.change:
             yield Flaw(f"the scenario itself is said to have changed {run.change}, as a control does", None)
         return
-    declared = run.declared.get("controls")
-    change = declared.get(run.control) if isinstance(declared, Mapping) else None
-    if run.change and isinstance(change, str) and change != run.change:
+    change = run.declared.controls.get(run.control) if run.declared is not None else None
+    if run.change and change is not None and change != run.change:
         yield Flaw(f"control {run.control} changes {change}, and is said to have changed {run.change}", None)
 
 

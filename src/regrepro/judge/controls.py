@@ -120,8 +120,7 @@ def judge_controls(
     expect_failure: bool = False,
 ) -> list[dict[str, Any]]:
     """Judge every control that was declared or run. It must give the opposite of the main registration."""
-    given = main.declared.get("controls")
-    changes = {str(name): str(change) for name, change in given.items()} if isinstance(given, Mapping) else {}
+    changes = main.declared.controls if main.declared is not None else {}
     names = list(dict.fromkeys([*changes, *(str(name) for name in others)]))
     case = None
     if registration is not None and registration.buffer in main.buffers:

@@ -73,7 +73,7 @@ def _stand_ins(facts: Facts, run: Pass) -> list[str]:
     names += [buffer.stand_in for buffer in run.buffers.values() if buffer.stand_in]
     names += [pin.stand_in for pin in run.pins.values() if pin.stand_in]
     names += [registration.stand_in for registration in run.registrations if registration.stand_in]
-    names += [str(note["stand_in"]) for note in run.notes if note.get("stand_in")]
+    names += [note.stand_in for note in run.notes if note.stand_in]
     return list(dict.fromkeys(names))
 
 

@@ -13,6 +13,8 @@ from typing import Any, Protocol
 from regrepro.judge.pagestate import PageState, StateReader, value_runs, whole_number
 from regrepro.judge.spans import Run, Spans
 from regrepro.judge.tracefacts import Trace, read_trace
+from regrepro.record import events
+from regrepro.record.parse import Malformed, parse
 
 
 class RecordLike(Protocol):
@@ -88,7 +90,10 @@ class Registration:
     limits: Mapping[str, Any] = field(default_factory=dict)
     pages_unknown: str = ""
     deregistered: int | None = None
-    watched: Mapping[str, Any] = field(default_factory=dict)
+    stuck: list[Mapping[str, Any]] = field(default_factory=list)
+    """Of `watch`: the pages that migrate_pages left behind."""
+    short_term_pins: list[Mapping[str, Any]] = field(default_factory=list)
+    """Of `watch`: pins without FOLL_LONGTERM that were seen on its pages."""
     in_series: str = ""
     """Of a `registered` line: "number 5 of series 1". The record holds no page states of it."""
     standing: list[Pin] = field(default_factory=list, repr=False)
@@ -191,25 +196,25 @@ class Pass:
     first_seq: int | None = None
     last_seq: int | None = None
     file: str = ""
-    declared: Mapping[str, Any] = field(default_factory=dict)
+    declared: events.Declared | None = None
     contract: str = ""
     change: str = ""
     buffers: dict[int, Buffer] = field(default_factory=dict)
     pins: dict[int, Pin] = field(default_factory=dict)
     registrations: list[Registration] = field(default_factory=list)
-    series: dict[int, list[Mapping[str, Any]]] = field(default_factory=dict)
+    series: dict[int, list[events.Registered]] = field(default_factory=dict)
     """The `registered` lines of each series, until the event of its end."""
     in_series: list[Registration] = field(default_factory=list)
     """Registrations of series that have no `register` event of their own."""
-    transfers: list[Mapping[str, Any]] = field(default_factory=list)
+    transfers: list[events.Transfer] = field(default_factory=list)
     steps: list[Mapping[str, Any]] = field(default_factory=list)
-    notes: list[Mapping[str, Any]] = field(default_factory=list)
+    notes: list[events.Note] = field(default_factory=list)
     memory_map: MemoryMap | None = None  # the last one before it began
     map_check: MapCheck | None = None
     looks: list[Look] = field(default_factory=list)
-    unmet: Mapping[str, Any] | None = None
-    exception: Mapping[str, Any] | None = None
-    end: Mapping[str, Any] | None = None
+    unmet: events.Unmet | None = None
+    exception: events.Failed | None = None
+    end: events.ScenarioEnd | None = None
     problems: list[str] = field(default_factory=list)
     latest: tuple[int, float] = (0, 0.0)  # `seq` and `t` of the event that was read last
     disordered: list[int] = field(default_factory=list)  # seqs of events that come after a later one
@@ -224,7 +229,7 @@ class Pass:
     @property
     def finished(self) -> bool:
         """Whether the body ran to its end."""
-        return self.end is not None and self.end.get("outcome") == "finished"
+        return self.end is not None and self.end.outcome == "finished"
 
 
 @dataclass
@@ -283,11 +288,11 @@ class Facts:
     header: Mapping[str, Any]
     passes: list[Pass]
     memory_map: MemoryMap | None
-    lab: list[Mapping[str, Any]]
+    lab: list[events.Lab]
     run_outcome: str | None
     problems: list[str]
     unknown_events: dict[str, int]
-    not_given: list[Mapping[str, Any]] = field(default_factory=list)  # boot arguments without their effect
+    not_given: list[events.Reservation] = field(default_factory=list)  # boot arguments without their effect
     read_state: StateReader = field(default_factory=StateReader, repr=False)
 
     @property
@@ -342,67 +347,6 @@ def _text(value: object) -> str:
     return value if isinstance(value, str) else ""
 
 
-def _text_or_none(value: object) -> str | None:
-    return value if isinstance(value, str) else None
-
-
-def _texts(value: object) -> list[str]:
-    return [text for text in value if isinstance(text, str)] if isinstance(value, list) else []
-
-
-def _flag(value: object) -> bool | None:
-    return value if isinstance(value, bool) else None
-
-
-class _Malformed(Exception):
-    """An event lacks what it cannot be understood without."""
-
-
-def _number(event: Mapping[str, Any], key: str) -> int:
-    value = whole_number(event.get(key))
-    if value is None:
-        raise _Malformed(f"{key} is no number")
-    return value
-
-
-def _errno(event: Mapping[str, Any]) -> str | None:
-    """Return an errno name, None for success. A missing key is not a success."""
-    if "errno" not in event or not (event["errno"] is None or isinstance(event["errno"], str)):
-        raise _Malformed("errno is missing")
-    return event["errno"]
-
-
-KNOWN = frozenset(
-    {
-        "note",
-        "memory-map",
-        "memory-map-check",
-        "reservation",
-        "online-movable",
-        "scenario-begin",
-        "unmet",
-        "buffer",
-        "pin",
-        "register",
-        "register-many",
-        "registered",
-        "watch",
-        "deregistered",
-        "deregister-many",
-        "release",
-        "deregister",
-        "free",
-        "transfer",
-        "step",
-        "exception",
-        "scenario-end",
-        "look",
-        "lab",
-        "run-end",
-    }
-)
-
-
 def collect(record: RecordLike) -> Facts:
     """Read a record once, in the order of its events."""
     facts = Facts(_mapping(record.header), [], None, [], None, [str(text) for text in record.problems], {})
@@ -418,15 +362,21 @@ def collect(record: RecordLike) -> Facts:
             facts.problems.append(f"an event ({kind}) has no seq and was left out")
             continue
         seqs.append(seq)
-        if kind not in KNOWN:
+        if kind not in events.EVENTS:
             facts.unknown_events[kind] = facts.unknown_events.get(kind, 0) + 1
+        parsed, flaw = None, ""
+        try:
+            parsed = parse(event)
+        except Malformed as error:
+            flaw = f"the {kind} event with seq {seq} is malformed: {error}"
         if not isinstance(event.get("scenario"), str):
-            _of_the_run(facts, kind, event)
+            _of_the_run(facts, parsed)
+            facts.problems += [flaw] if flaw else []
             continue
         key = (
             event["scenario"],
             _text(event.get("variant")) or "default",
-            _text_or_none(event.get("control")),
+            _text(event.get("control")) or None,
             _text(event.get("failure")),
         )
         current = passes.get(key)
@@ -437,9 +387,10 @@ def collect(record: RecordLike) -> Facts:
         current.last_seq = seq if current.last_seq is None else max(seq, current.last_seq)
         _order(current, seq, event.get("t"))
         try:
-            _of_a_pass(current, facts, kind, seq, event)
-        except _Malformed as error:
-            current.problems.append(f"the {kind} event with seq {seq} is malformed: {error}")
+            _of_a_pass(current, facts, event, parsed)
+        except Malformed as error:
+            flaw = f"the {kind} event with seq {seq} is malformed: {error}"
+        current.problems += [flaw] if flaw else []
     for item in facts.passes:
         _note_standing(item)
     _find_gaps(facts, seqs)
@@ -490,274 +441,238 @@ def _find_gaps(facts: Facts, seqs: list[int]) -> None:
             item.problems.append("some of its events bear the same number")
 
 
-def _ranges(value: object) -> dict[str, Spans] | None:
-    """Read the ranges of unpinnable memory, by kind; None where there are none to read, or not all."""
-    pairs: dict[str, list[tuple[int, int]]] = {}
-    for item in value if isinstance(value, list) else [None]:
-        if not isinstance(item, list) or len(item) != 3 or not isinstance(item[2], str):
-            return None
-        first, end = whole_number(item[0]), whole_number(item[1])
-        if first is None or end is None:
-            return None
-        pairs.setdefault(item[2], []).append((first, end))
-    return {kind: Spans.of(found) for kind, found in pairs.items()}
-
-
-def _of_the_run(facts: Facts, kind: str, event: Mapping[str, Any]) -> None:
-    if kind == "memory-map":
-        blocks: int | None = 0
-        zones = event.get("zones")
-        for zone in zones if isinstance(zones, list) else []:
-            count = whole_number(_mapping(_mapping(zone).get("blocks")).get("CMA", 0))
-            blocks = None if blocks is None or count is None else blocks + count
-        facts.memory_map = MemoryMap(
-            event.get("complete") is True,
-            _flag(event.get("has_unpinnable")),
-            blocks,
-            _flag(_mapping(event.get("selfcheck")).get("passed")),
-            _texts(event.get("problems")),
-            _texts(event.get("sources")),
-            _ranges(event.get("unpinnable_ranges")),
-        )
-    elif kind == "reservation":
-        if event.get("ok") is False:
+def _of_the_run(facts: Facts, event: events.Event | None) -> None:
+    match event:
+        case events.MemoryMap():
+            facts.memory_map = _memory_map(event)
+        case events.Reservation(ok=False):
             facts.not_given.append(event)
-    elif kind == "lab":
-        facts.lab.append(event)
-    elif kind == "run-end":
-        facts.run_outcome = _text(event.get("outcome")) or "unknown"
+        case events.Lab():
+            facts.lab.append(event)
+        case events.RunEnd():
+            facts.run_outcome = event.outcome or "unknown"
 
 
-def _of_a_pass(current: Pass, facts: Facts, kind: str, seq: int, event: Mapping[str, Any]) -> None:
-    if kind == "scenario-begin":
-        if current.begun:
-            raise _Malformed("this pass began before")
-        current.begun = True
-        current.memory_map = facts.memory_map
-        current.file = _text(event.get("file"))
-        current.declared = _mapping(event.get("declared"))
-        current.contract = _text(event.get("contract"))
-        current.change = _text(event.get("change"))
-        current.watched = isinstance(event.get("watched"), Mapping)
-    elif kind == "unmet":
-        current.unmet = current.unmet or event
-    elif kind == "exception":
-        current.exception = current.exception or event
-    elif kind == "scenario-end":
-        # The parent's word comes last: a child may have said "finished" and been killed then.
-        current.end = event
-    elif kind == "memory-map-check":
-        current.map_check = MapCheck(
-            event.get("complete") is True,
-            _flag(event.get("has_unpinnable")),
-            _flag(event.get("changed")),
-            whole_number(event.get("block_events")),
-            _texts(event.get("problems")),
-        )
-    elif kind == "buffer":
-        _buffer(current, facts, seq, event)
-    elif kind == "pin":
-        _pin(current, facts, seq, event)
-    elif kind == "register":
-        _register(current, facts, seq, event)
-    elif kind == "registered":
-        current.series.setdefault(_number(event, "series"), []).append(event)
-    elif kind == "register-many":
-        _register_many(current, event)
-    elif kind == "release":
-        _release(current, facts, seq, event)
-    elif kind == "deregister":
-        number, errno = _number(event, "registration"), _errno(event)
-        current.deregistrations.append((seq, number, errno))
-        for made in current.registrations:
-            if made.id == number and errno is None:
-                made.deregistered = seq
-    elif kind == "free":
-        current.freed.append((seq, _number(event, "buffer")))
-    elif kind == "transfer":
-        current.transfers.append(event)
-    elif kind == "step":
-        current.steps.append(event)
-    elif kind == "note":
-        current.notes.append(event)
-    elif kind == "look":
-        _look(current, facts, seq, event)
-
-
-def _buffer(current: Pass, facts: Facts, seq: int, event: Mapping[str, Any]) -> None:
-    page_size = whole_number(event.get("page_size")) or facts.page_size
-    if not page_size or page_size < 0:
-        raise _Malformed("page_size is no number")
-    made = Buffer(
-        _number(event, "buffer"),
-        seq,
-        _number(event, "address"),
-        _number(event, "length"),
-        page_size,
-        _text(event.get("backing")) or "unknown",
-        _text(event.get("owner")) or "host",
-        event.get("place"),
-        _text(event.get("placed")),
-        _text(event.get("vma")),
-        facts.read_state(event.get("pages"), f"buffer (seq {seq})", current.problems),
-        _text_or_none(event.get("stand_in")),
+def _memory_map(event: events.MemoryMap) -> MemoryMap:
+    blocks: int | None = 0
+    for zone in event.zones:
+        blocks = None if blocks is None else blocks + (zone.blocks or {}).get("CMA", 0)
+    pairs: dict[str, list[tuple[int, int]]] = {}
+    for first, end, kind in event.unpinnable_ranges:
+        pairs.setdefault(kind, []).append((first, end))
+    return MemoryMap(
+        event.complete,
+        event.has_unpinnable,
+        blocks,
+        event.selfcheck.passed if event.selfcheck is not None else None,
+        event.problems,
+        event.sources,
+        {kind: Spans.of(found) for kind, found in pairs.items()},
     )
-    if made.id in current.buffers:
-        raise _Malformed(f"buffer {made.id} is there already")
-    current.buffers[made.id] = made
+
+
+def _of_a_pass(current: Pass, facts: Facts, raw: Mapping[str, Any], event: events.Event | None) -> None:
+    match event:
+        case events.ScenarioBegin():
+            if current.begun:
+                raise Malformed("this pass began before")
+            current.begun = True
+            current.memory_map = facts.memory_map
+            current.file, current.declared = event.file, event.declared
+            current.contract, current.change = event.contract, event.change or ""
+            current.watched = event.watched is not None
+        case events.Unmet():
+            current.unmet = current.unmet or event
+        case events.Failed():
+            current.exception = current.exception or event
+        case events.ScenarioEnd():
+            # The parent's word comes last: a child may have said "finished" and been killed then.
+            current.end = event
+        case events.MemoryMapCheck():
+            current.map_check = MapCheck(
+                event.complete, event.has_unpinnable, event.changed, event.block_events, event.problems
+            )
+        case events.Buffer():
+            _buffer(current, facts, event)
+        case events.Pin():
+            _pin(current, facts, event)
+        case events.Register():
+            _register(current, facts, event)
+        case events.Registered():
+            current.series.setdefault(event.series, []).append(event)
+        case events.RegisterMany():
+            _register_many(current, event)
+        case events.Release():
+            _release(current, facts, event)
+        case events.Deregister():
+            current.deregistrations.append((event.seq, event.registration, event.errno))
+            for made in current.registrations:
+                if made.id == event.registration and event.errno is None:
+                    made.deregistered = event.seq
+        case events.Free():
+            current.freed.append((event.seq, event.buffer))
+        case events.Transfer():
+            current.transfers.append(event)
+        case events.Step():
+            current.steps.append(raw)
+        case events.Note():
+            current.notes.append(event)
+        case events.Look():
+            _look(current, facts, event)
+
+
+def _buffer(current: Pass, facts: Facts, event: events.Buffer) -> None:
+    if event.buffer in current.buffers:
+        raise Malformed(f"buffer {event.buffer} is there already")
+    if event.page_size <= 0:
+        raise Malformed("page_size is no number of bytes")
+    current.buffers[event.buffer] = Buffer(
+        event.buffer,
+        event.seq,
+        event.address,
+        event.length,
+        event.page_size,
+        event.backing,
+        event.owner,
+        event.place,
+        event.placed,
+        event.vma or "",
+        facts.read_state(event.pages, f"buffer (seq {event.seq})", current.problems),
+        event.stand_in,
+    )
 
 
 def _states(
-    current: Pass, facts: Facts, kind: str, seq: int, event: Mapping[str, Any]
+    current: Pass, facts: Facts, event: events.Pin | events.Register
 ) -> tuple[PageState | None, PageState | None]:
-    before = facts.read_state(event.get("before"), f"before of {kind} (seq {seq})", current.problems)
-    after = facts.read_state(event.get("after"), f"after of {kind} (seq {seq})", current.problems)
-    return before, after
+    where = f"{event.NAME} (seq {event.seq})"
+    before = facts.read_state(event.before, f"before of {where}", current.problems)
+    return before, facts.read_state(event.after, f"after of {where}", current.problems)
 
 
-def _pin(current: Pass, facts: Facts, seq: int, event: Mapping[str, Any]) -> None:
-    number, buffer = _number(event, "pin"), _number(event, "buffer")
-    if number in current.pins:
-        raise _Malformed(f"pin {number} is there already")
-    if buffer not in current.buffers:
-        raise _Malformed(f"it names no buffer {buffer}")
-    target = current.buffers[buffer]
-    ranges = event.get("ranges")
+def _pin(current: Pass, facts: Facts, event: events.Pin) -> None:
+    if event.pin in current.pins:
+        raise Malformed(f"pin {event.pin} is there already")
+    if event.buffer not in current.buffers:
+        raise Malformed(f"it names no buffer {event.buffer}")
+    target, ranges = current.buffers[event.buffer], event.ranges
     if ranges is None:
-        ranges = [[_number(event, "offset"), _number(event, "length")]]
-    pieces: list[Spans] = []
-    for item in ranges if isinstance(ranges, list) else [None]:
-        offset, length = (
-            (whole_number(item[0]), whole_number(item[1]))
-            if isinstance(item, list) and len(item) == 2
-            else (None, None)
-        )
-        if offset is None or length is None or offset < 0 or length < 0:
-            raise _Malformed("its range is malformed")
-        pieces.append(target.pages(target.address + offset, length))
-    before, after = _states(current, facts, "pin", seq, event)
-    current.pins[number] = Pin(
-        number,
-        seq,
-        buffer,
-        _text(event.get("kind")),
-        _text(event.get("owner")) or "unknown",
-        _text(event.get("api")),
-        _errno(event),
+        if event.offset is None or event.length is None:
+            raise Malformed("its range is missing")
+        ranges = [(event.offset, event.length)]
+    if any(number < 0 for pair in ranges for number in pair):
+        raise Malformed("its range is malformed")
+    pieces = [target.pages(target.address + offset, length) for offset, length in ranges]
+    before, after = _states(current, facts, event)
+    current.pins[event.pin] = Pin(
+        event.pin,
+        event.seq,
+        event.buffer,
+        event.kind,
+        event.owner,
+        event.api or "",
+        event.errno,
         Spans.of(pair for piece in pieces for pair in piece.pairs),
         before,
         after,
-        read_trace(event.get("trace"), f"pin (seq {seq})", current.problems),
-        _text_or_none(event.get("stand_in")),
-        cuda_error=_text_or_none(event.get("cuda_error")),
+        read_trace(event.trace, f"pin (seq {event.seq})", current.problems),
+        event.stand_in,
+        cuda_error=event.cuda_error,
     )
 
 
-def _register(current: Pass, facts: Facts, seq: int, event: Mapping[str, Any]) -> None:
-    buffer = _number(event, "buffer") if event.get("buffer") is not None else 0
-    address, length = whole_number(event.get("address")), whole_number(event.get("length"))
-    access = event.get("access")
-    alive: dict[int, tuple[bool | None, bool | None]] = {}
-    pins = event.get("pins")
-    for item in pins if isinstance(pins, list) else []:
-        number = whole_number(_mapping(item).get("pin"))
-        if number is None or number in alive or not {"alive_before", "alive_after"} <= set(item):
-            raise _Malformed("its list of pins is malformed")
-        alive[number] = (_flag(item.get("alive_before")), _flag(item.get("alive_after")))
-    before, after = _states(current, facts, "register", seq, event)
-    target = current.buffers.get(buffer)
-    spans = Spans()
-    if target is not None and address is not None and length is not None and length > 0:
-        spans = target.pages(address, length)
-    limits = {key: event[key] for key in ("limits", "capabilities") if key in event}
+def _register(current: Pass, facts: Facts, event: events.Register) -> None:
+    alive = {item.pin: (item.alive_before, item.alive_after) for item in event.pins}
+    if len(alive) != len(event.pins):
+        raise Malformed("its list of pins is malformed")
+    buffer = event.buffer or 0
+    before, after = _states(current, facts, event)
+    target, spans = current.buffers.get(buffer), Spans()
+    if target is not None and event.address is not None and event.length:
+        spans = target.pages(event.address, event.length) if event.length > 0 else spans
+    limits = {"limits": event.limits, "capabilities": event.capabilities}
     current.registrations.append(
         Registration(
-            _number(event, "registration"),
-            seq,
+            event.registration,
+            event.seq,
             buffer,
-            _text(event.get("verb")),
-            _text_or_none(event.get("device")),
-            address,
-            length,
-            whole_number(event.get("iova")),
-            tuple(item for item in access if isinstance(item, str)) if isinstance(access, list) else None,
-            _errno(event),
+            event.verb,
+            event.device,
+            event.address,
+            event.length,
+            event.iova,
+            None if event.access is None else tuple(event.access),
+            event.errno,
             before,
             after,
             alive,
-            read_trace(event.get("trace"), f"register (seq {seq})", current.problems),
-            _text_or_none(event.get("stand_in")),
+            read_trace(event.trace, f"register (seq {event.seq})", current.problems),
+            event.stand_in,
             spans,
-            limits,
-            _text(event.get("pages_unknown")),
-            watched={key: event[key] for key in ("stuck", "plain_pins") if key in event},
-            keys=tuple(event[key] for key in ("lkey", "rkey") if key in event),
-            mappings=_mappings(event),
-            refuses_writable_files=_flag(event.get("refuses_writable_files")),
+            {key: value for key, value in limits.items() if value is not None},
+            event.pages_unknown or "",
+            stuck=event.stuck or [],
+            short_term_pins=event.plain_pins or [],
+            keys=(event.lkey, event.rkey),
+            mappings=None if event.mappings is None else tuple(event.mappings),
+            refuses_writable_files=event.refuses_writable_files,
         )
     )
 
 
-def _register_many(current: Pass, event: Mapping[str, Any]) -> None:
+def _register_many(current: Pass, event: events.RegisterMany) -> None:
     """The lines of a series become registrations: what they have in common stands in the event of its end."""
-    series, buffer = _number(event, "series"), _number(event, "buffer")
-    target, access = current.buffers.get(buffer), event.get("access")
-    for line in current.series.pop(series, []):
-        address, length = _number(line, "address"), _number(line, "length")
+    target = current.buffers.get(event.buffer)
+    for line in current.series.pop(event.series, []):
         current.in_series.append(
             Registration(
                 0,
-                _number(line, "seq"),
-                buffer,
-                _text(event.get("verb")),
-                _text_or_none(event.get("device")),
-                address,
-                length,
-                address,
-                tuple(item for item in access if isinstance(item, str)) if isinstance(access, list) else None,
-                _errno(line),
+                line.seq,
+                event.buffer,
+                event.verb,
+                event.device,
+                line.address,
+                line.length,
+                line.address,
+                tuple(event.access),
+                line.errno,
                 None,
                 None,
                 {},
                 Trace(why="a line of a series has none"),
                 None,
-                target.pages(address, length) if target is not None and length > 0 else Spans(),
+                target.pages(line.address, line.length)
+                if target is not None and line.length > 0
+                else Spans(),
                 pages_unknown="the pages of one in a series are not looked at",
-                in_series=f"number {_number(line, 'number')} of series {series}",
+                in_series=f"number {line.number} of series {event.series}",
             )
         )
 
 
-def _mappings(event: Mapping[str, Any]) -> tuple[str, ...] | None:
-    """Lines of /proc/self/maps at the time of the call; None where the event has none."""
-    told = event.get("mappings")
-    return tuple(_texts(told)) if isinstance(told, list) else None
-
-
-def _look(current: Pass, facts: Facts, seq: int, event: Mapping[str, Any]) -> None:
-    after, address = event.get("after_seconds"), whole_number(event.get("address"))
+def _look(current: Pass, facts: Facts, event: events.Look) -> None:
     buffer = next(iter(current.buffers.values()), None)
     first, state, lists = 0, None, None
-    if event.get("pages") is not None:
-        if buffer is None or address is None or type(after) not in (int, float):
-            raise _Malformed("it says nothing of when or of which pages it was")
-        first = (address - buffer.address // buffer.page_size * buffer.page_size) // buffer.page_size
-        state = facts.read_state(event["pages"], f"look (seq {seq})", current.problems)
-        lists = value_runs(event.get("lists"), state.pages, str) if state is not None else None
-    pins = [pin for pin in event.get("pins") or [] if isinstance(pin, Mapping)]
-    current.looks.append(Look(after, first, state, lists, _text(event.get("ended")), pins))
+    if event.pages is not None:
+        if buffer is None or event.address is None or event.after_seconds is None:
+            raise Malformed("it says nothing of when or of which pages it was")
+        first = (event.address - buffer.address // buffer.page_size * buffer.page_size) // buffer.page_size
+        state = facts.read_state(event.pages, f"look (seq {event.seq})", current.problems)
+        runs = None if event.lists is None else [list(run) for run in event.lists]
+        lists = value_runs(runs, state.pages, str) if state is not None else None
+    current.looks.append(Look(event.after_seconds, first, state, lists, event.ended, event.pins or []))
 
 
-def _release(current: Pass, facts: Facts, seq: int, event: Mapping[str, Any]) -> None:
-    pin = current.pins.get(_number(event, "pin"))
+def _release(current: Pass, facts: Facts, event: events.Release) -> None:
+    pin = current.pins.get(event.pin)
     if pin is None:
-        raise _Malformed("it names no pin")
+        raise Malformed("it names no pin")
     if pin.release is not None:
-        raise _Malformed(f"pin {pin.id} was released before")
+        raise Malformed(f"pin {pin.id} was released before")
     pin.release = Release(
-        seq,
-        _errno(event),
-        _flag(event.get("was_alive")),
-        (event.get("checksum_before"), event.get("checksum_after")),
-        facts.read_state(event.get("after"), f"release (seq {seq})", current.problems),
+        event.seq,
+        event.errno,
+        event.was_alive,
+        (event.checksum_before, event.checksum_after),
+        facts.read_state(event.after, f"release (seq {event.seq})", current.problems),
     )

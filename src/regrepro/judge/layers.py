@@ -665,10 +665,10 @@ def memory_cgroup(run: Pass) -> Layer | None:
     """The memory cgroup's limit killed the process (`mem_cgroup_out_of_memory`, mm/memcontrol.c): the pass
     ended by SIGKILL and the cgroup's `memory.events` counts an oom_kill.
     """
-    end = run.end or {}
-    if end.get("outcome") != "killed" or end.get("signal") not in ("SIGKILL", 9):
+    end = run.end
+    if end is None or end.outcome != "killed" or end.signal not in ("SIGKILL", 9):
         return None
-    for source in (end, *run.steps):
+    for source in ({"memory_events": end.memory_events or {}}, *run.steps):
         events = source.get("memory_events", source)
         count = whole_number(events.get("oom_kill")) if isinstance(events, Mapping) else None
         if count:
@@ -682,10 +682,9 @@ def blocked_in_device(run: Pass) -> Layer | None:
     drivers/infiniband/core/uverbs_main.c, waits for the last context where the provider cannot disassociate
     it).
     """
-    end = run.end or {}
-    if end.get("outcome") != "blocked":
+    if run.end is None or run.end.outcome != "blocked":
         return None
-    stack = end.get("where") or ""
+    stack = run.end.where or ""
     text = " ".join(str(frame) for frame in stack) if isinstance(stack, list) else str(stack)
     if re.search(
         r"ib_uverbs_remove_one|ib_unregister_device|disable_device|rxe_dellink|remove_client_context", text

@@ -54,8 +54,7 @@ class LeftBehind:
     @property
     def told(self) -> list[Mapping[str, Any]]:
         """Those of which the kernel told at that moment: the first few."""
-        pages = self.registration.watched.get("stuck")
-        return [page for page in pages if isinstance(page, Mapping)] if isinstance(pages, list) else []
+        return self.registration.stuck
 
     @property
     def told_frames(self) -> set[int]:

@@ -33,25 +33,22 @@ def broken(facts: Facts, run: Pass) -> Verdict | None:
     """The harness failed, or a precondition was not met: nothing further is judged."""
     if not run.begun:
         return Verdict(ERROR, "the record holds no beginning of this scenario")
-    end = run.end or {}
-    outcome = end.get("outcome")
     for layer in (memory_cgroup(run), blocked_in_device(run)):
         if layer is not None:
             return Verdict(OTHER_FAILURE, layer.why, layer=layer)
     if run.exception is not None:
         event = run.exception
-        where = f" ({event.get('file')}:{event.get('line')})" if event.get("file") else ""
-        return Verdict(
-            ERROR, f"{event.get('type') or 'an exception'}: {event.get('text') or 'no text'}{where}"
-        )
+        where = f" ({event.file}:{event.line})" if event.file else ""
+        return Verdict(ERROR, f"{event.type or 'an exception'}: {event.text or 'no text'}{where}")
     if run.unmet is not None:
-        need, why, how = (str(run.unmet.get(key) or "") for key in ("need", "why", "how"))
-        return unmet(need or "a precondition", why or "no reason recorded", how)
+        lack = run.unmet
+        return unmet(lack.need or "a precondition", lack.why or "no reason recorded", lack.how)
     if run.end is None:
-        seen = "; ".join(str(item.get("what")) for item in facts.lab if item.get("what") != "boot")
+        seen = "; ".join(item.what for item in facts.lab if item.what != "boot")
         return Verdict(ERROR, f"the record ends in the middle of this scenario{f' ({seen})' if seen else ''}")
+    outcome = run.end.outcome
     if outcome == "killed":
-        return Verdict(ERROR, f"the scenario was killed by {end.get('signal') or 'a signal'}")
+        return Verdict(ERROR, f"the scenario was killed by {run.end.signal or 'a signal'}")
     if outcome == "timeout":
         return Verdict(ERROR, "the scenario did not end within its time limit and was killed")
     if outcome == "blocked":

@@ -147,15 +147,15 @@ def _failed(
 def _failed_transfers(main: Pass) -> list[Finding]:
     found = []
     for event in main.transfers:
-        errno = event.get("errno")
-        if not errno and event.get("intact") is not False:
+        errno = event.errno
+        if not errno and event.intact is not False:
             continue
         became = f"failed with {errno}" if errno else "changed the bytes"
-        why = f"{event.get('opcode')} through the MR {became}"
+        why = f"{event.opcode} through the MR {became}"
         layer = Layer("device" if errno else "unknown", why, "observed" if errno else "missing")
         verdict = Verdict(OTHER_FAILURE, f"the registration succeeded, but {why}", layer=layer)
-        made = next((item for item in main.registrations if item.id == event.get("registration")), None)
-        seqs = {seq for seq in (event.get("seq"), made.seq if made else None) if isinstance(seq, int)}
+        made = next((item for item in main.registrations if item.id == event.registration), None)
+        seqs = {event.seq, made.seq} if made is not None else {event.seq}
         found.append(Finding(verdict, made, frozenset(seqs)))
     return found
 

@@ -75,8 +75,8 @@ def _basis(case: Case, checks: list[Check]) -> Verdict:
             f"{case.registration.verb} succeeded: memory of the GPU has no host page that this bug could hold"
         )
         return Verdict(NOT_REPRODUCED, reason, basis="kernel", checks=checks)
-    needs = case.run.declared.get("needs")
-    asks = buffer.asks_unpinnable or (isinstance(needs, list) and "unpinnable" in needs)
+    needs = case.run.declared.needs if case.run.declared is not None else []
+    asks = buffer.asks_unpinnable or "unpinnable" in needs
     what = f"{named(case.run, case.registration)} succeeded"
     before = case.registration.before
     moved_first = moved_by_pin(case)

@@ -55,7 +55,7 @@ def _never_begun(facts: Facts) -> list[dict[str, Any]]:
         for name in dict.fromkeys(name for name in names if isinstance(name, str))
         if name.isidentifier() and name not in begun
     ]
-    seen = "; ".join(str(item.get("what")) for item in facts.lab if item.get("what") not in (None, "boot"))
+    seen = "; ".join(item.what for item in facts.lab if item.what != "boot")
     why = f"the run ended before it began{f' ({seen})' if seen else ''}"
     return [
         _written(
@@ -83,13 +83,13 @@ def _as_booted(facts: Facts, verdict: Verdict) -> Verdict:
     lab = facts.header.get("lab")
     boot = lab.get("boot") if isinstance(lab, Mapping) else None
     given = boot if isinstance(boot, list) else []
-    lacks = [event for event in facts.not_given if event.get("argument") in given]
+    lacks = [event for event in facts.not_given if event.argument in given]
     if not lacks or verdict.verdict == ERROR:
         return verdict
     needs = [
         {
             "need": BOOT_NEED,
-            "why": f"--boot {event['argument']}: {event.get('why') or 'the kernel did not give it'}",
+            "why": f"--boot {event.argument}: {event.why or 'the kernel did not give it'}",
             "how": "mend the argument, give the machine more --memory, or take another kernel",
         }
         for event in lacks
@@ -113,7 +113,7 @@ def _written(facts: Facts, main: Pass, found: Finding) -> dict[str, Any]:
         "registration": registration.id if registration is not None and not registration.in_series else None,
         "reason": verdict.reason,
         "contract": main.contract or None,
-        "declared": declared(main.declared.get("expects"), main.contract, facts.kernel),
+        "declared": declared(main.declared.expects if main.declared else {}, main.contract, facts.kernel),
         "as_declared": None,
         "evidence": gather(facts, main, registration, verdict.layer),
         "controls": found.controls or [],

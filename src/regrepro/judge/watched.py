@@ -28,7 +28,7 @@ _TRANSIENT = "a transient is not excluded"
 
 
 @dataclass(frozen=True)
-class Finding:
+class Caught:
     """What a caught failure was. `state` is PROVEN or LIKELY for this bug, "" for any other cause."""
 
     layer: Layer
@@ -39,13 +39,13 @@ class Finding:
     missing: list[str] = field(default_factory=list)
 
 
-def judge_watched(facts: Facts, run: Pass, registration: Registration) -> Finding:
+def judge_watched(facts: Facts, run: Pass, registration: Registration) -> Caught:
     """Say what a failure that `watch` caught was."""
     what = f"{registration.verb} failed with {registration.errno}"
     left = LeftBehind(run, registration)
     if registration.errno != "ENOMEM" or not left.count:
         layer = classify(facts, run, registration)
-        return Finding(layer, "", f"{what} ({layer.name}: {layer.why})", [])
+        return Caught(layer, "", f"{what} ({layer.name}: {layer.why})", [])
     owner, holder = _holder(left)
     checks = [
         Check("errno", OK, "the registration failed with ENOMEM"),
@@ -63,10 +63,10 @@ def judge_watched(facts: Facts, run: Pass, registration: Registration) -> Findin
     if not missing:
         held = "a pin" if _by_pins(left) else "a reference"
         reason = f"class B, proven: {what} because {held}{by} kept {left} in unpinnable memory from moving"
-        return Finding(layer, PROVEN, reason, checks, owner)
+        return Caught(layer, PROVEN, reason, checks, owner)
     lacks = [check.text for check in missing]
     reason = f"class B, likely: {what}, and migrate_pages left {left} behind; missing: {'; '.join(lacks)}"
-    return Finding(layer, LIKELY, reason, checks, owner, lacks)
+    return Caught(layer, LIKELY, reason, checks, owner, lacks)
 
 
 def _trace(left: LeftBehind) -> Check:
@@ -214,18 +214,13 @@ def _is_one_holder(found: list[Excess]) -> bool:
     return 0 < least <= min(excess.references for excess in found)
 
 
-def _plain_pins(registration: Registration) -> list[Mapping[str, Any]]:
-    pins = registration.watched.get("plain_pins")
-    return [pin for pin in pins if isinstance(pin, Mapping)] if isinstance(pins, list) else []
-
-
 def _holder(left: LeftBehind) -> tuple[str, Check]:
     """Who pinned these pages without FOLL_LONGTERM, where that was seen. A count never names its holder: the
     pin must be of these frames, one that makes what they bear, and not known to have ended.
     """
     name, why = "holder", "who took the pin was not seen"
     owners: set[str] = set()
-    for pin in _plain_pins(left.registration):
+    for pin in left.registration.short_term_pins:
         if "FOLL_LONGTERM" in _texts(pin.get("flags")) or not _covers(left, pin):
             continue
         owner = _owner(pin)

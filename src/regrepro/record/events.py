@@ -756,7 +756,7 @@ class Look(PassEvent):
         "why nothing further is to be seen: the process has ended, too many others are looked at, the "
         "record was completed; else empty"
     )
-    pins: list[Any] | None = key(
+    pins: list[Annotated[Json, Shape(ShortTermPin)]] | None = key(
         "as `plain_pins` below: those on these pages that the process made since and may hold, and those "
         "that it held then and that have ended",
         optional=True,
@@ -810,7 +810,9 @@ class ScenarioEnd(PassEvent):
     )
     signal: str | int | None = key("of `killed`", optional=True)
     memory_events: Json = key("of `killed`: of the memory cgroup of its own that it was in", optional=True)
-    where: str | None = key("of `blocked` and `timeout`: where in the kernel it is", optional=True)
+    where: str | list[Any] | None = key(
+        "of `blocked` and `timeout`: where in the kernel it is", optional=True
+    )
     why: str = key("of `killed`: who killed it, where that is known", optional=True)
     seconds: Seconds = key("that the pass took")
     RULES: ClassVar[Json] = {

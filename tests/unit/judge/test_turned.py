@@ -937,9 +937,11 @@ def kept_series(builder: Builder) -> None:
     builder.pin(state(OUT), state(OUT, 1025))
     builder.register(state(OUT, 1025), state(OUT, 2049), pins=[1])
     length = len(OUT) * build.PAGE
+    each = {"series": 1, "length": length, "errno": None, "seconds": 0.001}
     for number in (2, 3, 4):
-        builder.event("registered", series=1, number=number, address=build.ADDRESS, length=length, errno=None)
-    builder.event("register-many", series=1, buffer=1, count=4, keep=True, succeeded=4, errno=None)
+        builder.event("registered", number=number, address=build.ADDRESS, **each)
+    of_all = {"verb": "ibv_reg_mr_iova2", "access": build.ACCESS, "buffer": 1}
+    builder.event("register-many", **each, **of_all, count=4, keep=True, succeeded=4)
     builder.release(state(OUT, 1 + 4 * 1024))
 
 
