@@ -21,7 +21,7 @@ from regrepro.judge.pagestate import PIN_BIAS, UNPINNABLE, PageState, cache_refe
 from regrepro.judge.rules import reached
 from regrepro.judge.spans import Run, Spans, together
 from regrepro.judge.tracefacts import Trace
-from regrepro.record.events import Transfer
+from regrepro.record.events import TransferEvent
 
 NAME = "consistency"
 _TAKES_PINS = ("pin_user_pages_fast", "pin_user_pages", "pin_user_pages_remote", "pin_user_pages_unlocked")
@@ -131,7 +131,7 @@ def _identities(facts: Facts, run: Pass) -> Iterator[Flaw]:
             yield Flaw(f"buffer {use.buffer} was used after it was freed", _of(use))
 
 
-def _transfer(run: Pass, mr: Registration | None, event: Transfer) -> Iterator[Flaw]:
+def _transfer(run: Pass, mr: Registration | None, event: TransferEvent) -> Iterator[Flaw]:
     """A key lets nothing through before it was given, after it was taken back, or beyond its MR
     (`mr_check_range` in drivers/infiniband/sw/rxe/rxe_mr.c; a device's own tables alike).
     """

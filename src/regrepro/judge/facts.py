@@ -202,19 +202,19 @@ class Pass:
     buffers: dict[int, Buffer] = field(default_factory=dict)
     pins: dict[int, Pin] = field(default_factory=dict)
     registrations: list[Registration] = field(default_factory=list)
-    series: dict[int, list[events.Registered]] = field(default_factory=dict)
+    series: dict[int, list[events.RegisteredEvent]] = field(default_factory=dict)
     """The `registered` lines of each series, until the event of its end."""
     in_series: list[Registration] = field(default_factory=list)
     """Registrations of series that have no `register` event of their own."""
-    transfers: list[events.Transfer] = field(default_factory=list)
+    transfers: list[events.TransferEvent] = field(default_factory=list)
     steps: list[Mapping[str, Any]] = field(default_factory=list)
-    notes: list[events.Note] = field(default_factory=list)
+    notes: list[events.NoteEvent] = field(default_factory=list)
     memory_map: MemoryMap | None = None  # the last one before it began
     map_check: MapCheck | None = None
     looks: list[Look] = field(default_factory=list)
-    unmet: events.Unmet | None = None
-    exception: events.Failed | None = None
-    end: events.ScenarioEnd | None = None
+    unmet: events.UnmetEvent | None = None
+    exception: events.ExceptionEvent | None = None
+    end: events.ScenarioEndEvent | None = None
     problems: list[str] = field(default_factory=list)
     latest: tuple[int, float] = (0, 0.0)  # `seq` and `t` of the event that was read last
     disordered: list[int] = field(default_factory=list)  # seqs of events that come after a later one
@@ -288,11 +288,13 @@ class Facts:
     header: Mapping[str, Any]
     passes: list[Pass]
     memory_map: MemoryMap | None
-    lab: list[events.Lab]
+    lab: list[events.LabEvent]
     run_outcome: str | None
     problems: list[str]
     unknown_events: dict[str, int]
-    not_given: list[events.Reservation] = field(default_factory=list)  # boot arguments without their effect
+    not_given: list[events.ReservationEvent] = field(
+        default_factory=list
+    )  # boot arguments without their effect
     read_state: StateReader = field(default_factory=StateReader, repr=False)
 
     @property
@@ -369,6 +371,8 @@ def collect(record: RecordLike) -> Facts:
             parsed = parse(event)
         except Malformed as error:
             flaw = f"the {kind} event with seq {seq} is malformed: {error}"
+            if kind == "memory-map":
+                facts.memory_map = None  # the one before does not hold any more
         if not isinstance(event.get("scenario"), str):
             _of_the_run(facts, parsed)
             facts.problems += [flaw] if flaw else []
@@ -443,27 +447,24 @@ def _find_gaps(facts: Facts, seqs: list[int]) -> None:
 
 def _of_the_run(facts: Facts, event: events.Event | None) -> None:
     match event:
-        case events.MemoryMap():
+        case events.MemoryMapEvent():
             facts.memory_map = _memory_map(event)
-        case events.Reservation(ok=False):
+        case events.ReservationEvent(ok=False):
             facts.not_given.append(event)
-        case events.Lab():
+        case events.LabEvent():
             facts.lab.append(event)
-        case events.RunEnd():
+        case events.RunEndEvent():
             facts.run_outcome = event.outcome or "unknown"
 
 
-def _memory_map(event: events.MemoryMap) -> MemoryMap:
-    blocks: int | None = 0
-    for zone in event.zones:
-        blocks = None if blocks is None else blocks + (zone.blocks or {}).get("CMA", 0)
+def _memory_map(event: events.MemoryMapEvent) -> MemoryMap:
     pairs: dict[str, list[tuple[int, int]]] = {}
     for first, end, kind in event.unpinnable_ranges:
         pairs.setdefault(kind, []).append((first, end))
     return MemoryMap(
         event.complete,
         event.has_unpinnable,
-        blocks,
+        sum((zone.blocks or {}).get("CMA", 0) for zone in event.zones),
         event.selfcheck.passed if event.selfcheck is not None else None,
         event.problems,
         event.sources,
@@ -473,7 +474,7 @@ def _memory_map(event: events.MemoryMap) -> MemoryMap:
 
 def _of_a_pass(current: Pass, facts: Facts, raw: Mapping[str, Any], event: events.Event | None) -> None:
     match event:
-        case events.ScenarioBegin():
+        case events.ScenarioBeginEvent():
             if current.begun:
                 raise Malformed("this pass began before")
             current.begun = True
@@ -481,47 +482,47 @@ def _of_a_pass(current: Pass, facts: Facts, raw: Mapping[str, Any], event: event
             current.file, current.declared = event.file, event.declared
             current.contract, current.change = event.contract, event.change or ""
             current.watched = event.watched is not None
-        case events.Unmet():
+        case events.UnmetEvent():
             current.unmet = current.unmet or event
-        case events.Failed():
+        case events.ExceptionEvent():
             current.exception = current.exception or event
-        case events.ScenarioEnd():
+        case events.ScenarioEndEvent():
             # The parent's word comes last: a child may have said "finished" and been killed then.
             current.end = event
-        case events.MemoryMapCheck():
+        case events.MemoryMapCheckEvent():
             current.map_check = MapCheck(
                 event.complete, event.has_unpinnable, event.changed, event.block_events, event.problems
             )
-        case events.Buffer():
+        case events.BufferEvent():
             _buffer(current, facts, event)
-        case events.Pin():
+        case events.PinEvent():
             _pin(current, facts, event)
-        case events.Register():
+        case events.RegisterEvent():
             _register(current, facts, event)
-        case events.Registered():
+        case events.RegisteredEvent():
             current.series.setdefault(event.series, []).append(event)
-        case events.RegisterMany():
+        case events.RegisterManyEvent():
             _register_many(current, event)
-        case events.Release():
+        case events.ReleaseEvent():
             _release(current, facts, event)
-        case events.Deregister():
+        case events.DeregisterEvent():
             current.deregistrations.append((event.seq, event.registration, event.errno))
             for made in current.registrations:
                 if made.id == event.registration and event.errno is None:
                     made.deregistered = event.seq
-        case events.Free():
+        case events.FreeEvent():
             current.freed.append((event.seq, event.buffer))
-        case events.Transfer():
+        case events.TransferEvent():
             current.transfers.append(event)
-        case events.Step():
+        case events.StepEvent():
             current.steps.append(raw)
-        case events.Note():
+        case events.NoteEvent():
             current.notes.append(event)
-        case events.Look():
+        case events.LookEvent():
             _look(current, facts, event)
 
 
-def _buffer(current: Pass, facts: Facts, event: events.Buffer) -> None:
+def _buffer(current: Pass, facts: Facts, event: events.BufferEvent) -> None:
     if event.buffer in current.buffers:
         raise Malformed(f"buffer {event.buffer} is there already")
     if event.page_size <= 0:
@@ -543,14 +544,14 @@ def _buffer(current: Pass, facts: Facts, event: events.Buffer) -> None:
 
 
 def _states(
-    current: Pass, facts: Facts, event: events.Pin | events.Register
+    current: Pass, facts: Facts, event: events.PinEvent | events.RegisterEvent
 ) -> tuple[PageState | None, PageState | None]:
     where = f"{event.NAME} (seq {event.seq})"
     before = facts.read_state(event.before, f"before of {where}", current.problems)
     return before, facts.read_state(event.after, f"after of {where}", current.problems)
 
 
-def _pin(current: Pass, facts: Facts, event: events.Pin) -> None:
+def _pin(current: Pass, facts: Facts, event: events.PinEvent) -> None:
     if event.pin in current.pins:
         raise Malformed(f"pin {event.pin} is there already")
     if event.buffer not in current.buffers:
@@ -581,7 +582,7 @@ def _pin(current: Pass, facts: Facts, event: events.Pin) -> None:
     )
 
 
-def _register(current: Pass, facts: Facts, event: events.Register) -> None:
+def _register(current: Pass, facts: Facts, event: events.RegisterEvent) -> None:
     alive = {item.pin: (item.alive_before, item.alive_after) for item in event.pins}
     if len(alive) != len(event.pins):
         raise Malformed("its list of pins is malformed")
@@ -620,7 +621,7 @@ def _register(current: Pass, facts: Facts, event: events.Register) -> None:
     )
 
 
-def _register_many(current: Pass, event: events.RegisterMany) -> None:
+def _register_many(current: Pass, event: events.RegisterManyEvent) -> None:
     """The lines of a series become registrations: what they have in common stands in the event of its end."""
     target = current.buffers.get(event.buffer)
     for line in current.series.pop(event.series, []):
@@ -650,7 +651,7 @@ def _register_many(current: Pass, event: events.RegisterMany) -> None:
         )
 
 
-def _look(current: Pass, facts: Facts, event: events.Look) -> None:
+def _look(current: Pass, facts: Facts, event: events.LookEvent) -> None:
     buffer = next(iter(current.buffers.values()), None)
     first, state, lists = 0, None, None
     if event.pages is not None:
@@ -663,7 +664,7 @@ def _look(current: Pass, facts: Facts, event: events.Look) -> None:
     current.looks.append(Look(event.after_seconds, first, state, lists, event.ended, event.pins or []))
 
 
-def _release(current: Pass, facts: Facts, event: events.Release) -> None:
+def _release(current: Pass, facts: Facts, event: events.ReleaseEvent) -> None:
     pin = current.pins.get(event.pin)
     if pin is None:
         raise Malformed("it names no pin")

@@ -30,7 +30,7 @@ from regrepro.judge.watched import CAUGHT, judge_watched
 
 
 @dataclass
-class Finding:
+class Candidate:
     """What one step of a pass shows. `seqs`: the events that this rests on."""
 
     verdict: Verdict
@@ -48,22 +48,22 @@ class Finding:
         return order[self.verdict.verdict], len(self.verdict.unmet), min(self.seqs, default=0)
 
 
-def decide(facts: Facts, main: Pass, others: Mapping[str | None, Pass]) -> Finding:
+def decide(facts: Facts, main: Pass, others: Mapping[str | None, Pass]) -> Candidate:
     """Judge a scenario: the finding that is its verdict, with its controls."""
     ended = broken(facts, main)
     if ended is not None:
-        found = Finding(ended, under_test(main), frozenset())
+        found = Candidate(ended, under_test(main), frozenset())
         found.controls = judge_controls(facts, main, None, others)
         return found
     flaws = consistency.flaws(facts, main)
     caught = under_test(main) if main.watched else None
     if caught is not None:
-        found = Finding(_caught(facts, main, caught), caught, frozenset({caught.seq}), [])
+        found = Candidate(_caught(facts, main, caught), caught, frozenset({caught.seq}), [])
         return _undermined(found, flaws)
     findings = [_undermined(found, flaws) for found in _findings(facts, main, others)]
     if not findings:
         why, how = "no registration was tried", "let the scenario register its buffer"
-        findings = [Finding(unmet("registration", why, how), None, frozenset())]
+        findings = [Candidate(unmet("registration", why, how), None, frozenset())]
     worst = min(findings, key=lambda found: found.rank)
     if worst.controls is None:
         worst.controls = judge_controls(facts, main, worst.registration, others)
@@ -72,7 +72,7 @@ def decide(facts: Facts, main: Pass, others: Mapping[str | None, Pass]) -> Findi
     return worst
 
 
-def _undermined(found: Finding, flaws: list[consistency.Flaw]) -> Finding:
+def _undermined(found: Candidate, flaws: list[consistency.Flaw]) -> Candidate:
     """What a finding is worth once the record is held against itself: where its events contradict each other
     it decides nothing.
     """
@@ -93,7 +93,7 @@ def _undermined(found: Finding, flaws: list[consistency.Flaw]) -> Finding:
     return found
 
 
-def _findings(facts: Facts, main: Pass, others: Mapping[str | None, Pass]) -> list[Finding]:
+def _findings(facts: Facts, main: Pass, others: Mapping[str | None, Pass]) -> list[Candidate]:
     """All that a pass shows: each pin, registration and transfer that failed; where none did, the success
     that says most of this bug.
 
@@ -107,13 +107,13 @@ def _findings(facts: Facts, main: Pass, others: Mapping[str | None, Pass]) -> li
             reason = f"the pin itself failed with {pin.errno} ({layer.name}: {layer.why})"
             owner = owner_of(facts, main.buffers[pin.buffer], pin)
             verdict = Verdict(OTHER_FAILURE, reason, layer=layer, errno=pin.errno, pin_owner=owner)
-            found.append(Finding(verdict, None, frozenset({pin.seq})))
+            found.append(Candidate(verdict, None, frozenset({pin.seq})))
     found += [_failed(facts, main, item, others) for item in _failures(main)]
     found += _failed_transfers(main)
     success = best_success(main)
     if success is not None and not found:
         verdict, controls = judge_success(facts, main, success, others)
-        found.append(Finding(verdict, success, _rests_on(facts, main, success), controls))
+        found.append(Candidate(verdict, success, _rests_on(facts, main, success), controls))
     return found
 
 
@@ -132,8 +132,8 @@ def _failures(main: Pass) -> list[Registration]:
 
 def _failed(
     facts: Facts, main: Pass, registration: Registration, others: Mapping[str | None, Pass]
-) -> Finding:
-    found = Finding(
+) -> Candidate:
+    found = Candidate(
         judge_failure(facts, main, registration), registration, _rests_on(facts, main, registration)
     )
     if found.verdict.verdict == REPRODUCED:
@@ -144,7 +144,7 @@ def _failed(
     return found
 
 
-def _failed_transfers(main: Pass) -> list[Finding]:
+def _failed_transfers(main: Pass) -> list[Candidate]:
     found = []
     for event in main.transfers:
         errno = event.errno
@@ -156,7 +156,7 @@ def _failed_transfers(main: Pass) -> list[Finding]:
         verdict = Verdict(OTHER_FAILURE, f"the registration succeeded, but {why}", layer=layer)
         made = next((item for item in main.registrations if item.id == event.registration), None)
         seqs = {event.seq, made.seq} if made is not None else {event.seq}
-        found.append(Finding(verdict, made, frozenset(seqs)))
+        found.append(Candidate(verdict, made, frozenset(seqs)))
     return found
 
 

@@ -12,7 +12,7 @@ from regrepro.judge.outcome import ERROR, UNMET, Verdict, unmet
 from regrepro.judge.owners import owner_of
 from regrepro.judge.questions import BOOT_NEED
 from regrepro.judge.rules import Case
-from regrepro.judge.selection import Finding, decide
+from regrepro.judge.selection import Candidate, decide
 from regrepro.record.events import SCHEMA as RECORD_SCHEMA
 
 SCHEMA = "regrepro.verdicts/1"
@@ -61,7 +61,7 @@ def _never_begun(facts: Facts) -> list[dict[str, Any]]:
         _written(
             facts,
             Pass(name, "default", None),
-            Finding(Verdict(ERROR, f"{name} was asked for, but {why}"), None, frozenset()),
+            Candidate(Verdict(ERROR, f"{name} was asked for, but {why}"), None, frozenset()),
         )
         for name in left
     ]
@@ -98,7 +98,7 @@ def _as_booted(facts: Facts, verdict: Verdict) -> Verdict:
     return Verdict(UNMET, found.reason, checks=verdict.checks, unmet=needs)
 
 
-def _written(facts: Facts, main: Pass, found: Finding) -> dict[str, Any]:
+def _written(facts: Facts, main: Pass, found: Candidate) -> dict[str, Any]:
     verdict, registration = found.verdict, found.registration
     owner = verdict.pin_owner or _pin_owner(facts, main, registration)
     item: dict[str, Any] = {

@@ -45,7 +45,7 @@ Json = Mapping[str, Any]
 
 
 @dataclass(kw_only=True)
-class PageState:
+class PageRuns:
     """The pages of a buffer at one moment; None where they could not be read, with the reason in
     `pages_unknown` of the event.
     """
@@ -95,7 +95,7 @@ class PageStateReference:
     source: str = key("as in a page state", optional=True)
 
 
-State = Annotated[Json | None, Shape(PageState), Shape(PageStateReference)]
+State = Annotated[Json | None, Shape(PageRuns), Shape(PageStateReference)]
 
 
 @dataclass(kw_only=True)
@@ -150,7 +150,7 @@ class Missing:
 
 
 @dataclass(kw_only=True)
-class Trace:
+class CallTrace:
     """What the kernel itself said during one call of ours."""
 
     status: Literal["complete", "spoiled", "unavailable", "off"] = key(
@@ -181,14 +181,14 @@ class Trace:
     }
 
 
-TraceOf = Annotated[Json | None, Shape(Trace)]
+TraceOf = Annotated[Json | None, Shape(CallTrace)]
 
 
 # The header
 
 
 @dataclass(kw_only=True)
-class Run:
+class OptionsOfRun:
     """The options of a run."""
 
     profile: str
@@ -201,7 +201,7 @@ class Run:
 
 
 @dataclass(kw_only=True)
-class Limits:
+class NodeLimits:
     """Limits of the process, in bytes; None: unlimited."""
 
     memlock_soft: int | None
@@ -209,7 +209,7 @@ class Limits:
 
 
 @dataclass(kw_only=True)
-class Node:
+class NodeFacts:
     """Facts of the node."""
 
     hostname: str
@@ -226,7 +226,7 @@ class Node:
     vm: Json
     nvidia_module: bool = key(optional=True)
     nvidia_driver: str | None
-    limits: Limits
+    limits: NodeLimits
 
 
 @dataclass(kw_only=True)
@@ -247,8 +247,10 @@ class Header:
     started: Annotated[str, Rule(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?([+-]\d\d:\d\d|Z)$")] = key(
         "wall clock, ISO 8601 with zone"
     )
-    run: Run = key("the options of this run: `{profile, names, cuda, rdma_device, trace, place, expect, …}`")
-    node: Node = key(
+    run: OptionsOfRun = key(
+        "the options of the run: `{profile, names, cuda, rdma_device, trace, place, expect, …}`"
+    )
+    node: NodeFacts = key(
         "facts: `{hostname, kernel (uname -r), kernel_version (uname -v), arch, page_size, cmdline, cpus, "
         "memory_total, euid, capabilities, lockdown, vm: {…}, nvidia_module (whether the kernel module is "
         "loaded), nvidia_driver (its version, or null), limits: {memlock_soft, memlock_hard}}`"
@@ -294,7 +296,7 @@ class PassEvent(Event):
 
 
 @dataclass(kw_only=True)
-class Note(Event):
+class NoteEvent(Event):
     """Something worth telling a person."""
 
     NAME = "note"
@@ -303,7 +305,7 @@ class Note(Event):
 
 
 @dataclass(kw_only=True)
-class Zone:
+class ZoneFacts:
     """A memory zone of a NUMA node; all numbers are pages."""
 
     node: Count
@@ -324,7 +326,7 @@ class SelfCheck:
 
 
 @dataclass(kw_only=True)
-class MemoryMap(Event):
+class MemoryMapEvent(Event):
     """The node's memory as `kernel/memorymap.py` saw it before the passes that follow."""
 
     NAME = "memory-map"
@@ -332,7 +334,7 @@ class MemoryMap(Event):
     pageblock_order: int | None = key("pages of a pageblock, as a power of two")
     complete: bool = key("every present pageblock's type is known and the self-check passed")
     has_unpinnable: bool | None = key("whether there is memory that a long-term pin must leave")
-    zones: list[Zone] = key(
+    zones: list[ZoneFacts] = key(
         'list of `{node, zone, start_pfn, spanned, present, managed, blocks: {"Unmovable": n, "Movable": n, '
         '"CMA": n, "Isolate": n, …} or null}`'
     )
@@ -350,7 +352,7 @@ class MemoryMap(Event):
 
 
 @dataclass(kw_only=True)
-class MemoryMapCheck(PassEvent):
+class MemoryMapCheckEvent(PassEvent):
     """Whether the map held, when a pass has ended."""
 
     NAME = "memory-map-check"
@@ -368,7 +370,7 @@ class MemoryMapCheck(PassEvent):
 
 
 @dataclass(kw_only=True)
-class Reservation(Event):
+class ReservationEvent(Event):
     """A boot argument asked for something. In the lab also an argument of `--boot` that the kernel does not
     know. Where `ok` is false and the header's `lab.boot` holds the argument, every verdict is `unmet` (need
     `boot`).
@@ -384,7 +386,7 @@ class Reservation(Event):
 
 
 @dataclass(kw_only=True)
-class OnlineMovable(Event):
+class OnlineMovableEvent(Event):
     """A step of putting a memory block into ZONE_MOVABLE."""
 
     NAME = "online-movable"
@@ -407,7 +409,7 @@ class Declared:
 
 
 @dataclass(kw_only=True)
-class ScenarioBegin(PassEvent):
+class ScenarioBeginEvent(PassEvent):
     """A pass begins."""
 
     NAME = "scenario-begin"
@@ -424,7 +426,7 @@ class ScenarioBegin(PassEvent):
 
 
 @dataclass(kw_only=True)
-class Unmet(PassEvent):
+class UnmetEvent(PassEvent):
     """A precondition is not met. Ends the pass."""
 
     NAME = "unmet"
@@ -434,7 +436,7 @@ class Unmet(PassEvent):
 
 
 @dataclass(kw_only=True)
-class Pressure:
+class PressureFacts:
     """The ordinary memory that was held to get CMA handed out."""
 
     node: Count
@@ -449,7 +451,7 @@ class Pressure:
 
 
 @dataclass(kw_only=True)
-class Search:
+class SearchFacts:
     """Where pages were looked for."""
 
     touched: Count = key(optional=True)
@@ -457,7 +459,7 @@ class Search:
     unpinnable: Count = key(optional=True)
     ordinary: Count = key(optional=True)
     helped: str = key(optional=True)
-    pressure: Pressure = key(optional=True)
+    pressure: PressureFacts = key(optional=True)
 
 
 PLACE_RULE = Rule(
@@ -475,7 +477,7 @@ PLACE_RULE = Rule(
 
 
 @dataclass(kw_only=True)
-class Buffer(PassEvent):
+class BufferEvent(PassEvent):
     """A buffer is there."""
 
     NAME = "buffer"
@@ -494,7 +496,7 @@ class Buffer(PassEvent):
     placed: Literal["gather", "pressure", "online-movable", "none-on-node", "as-allocated"] = key(
         "how it was got"
     )
-    search: Annotated[Json, Shape(Search)] = key(
+    search: Annotated[Json, Shape(SearchFacts)] = key(
         "where pages were looked for: bytes `touched` and their `limit`, pages found `unpinnable` and "
         "`ordinary`, `helped`; with `--place pressure` its `pressure`: `node`, bytes `held` (of them "
         "`huge`), their `limit`, the `reserve` that stays free, `free` and `free_cma` while they were "
@@ -511,7 +513,7 @@ class Buffer(PassEvent):
 
 
 @dataclass(kw_only=True)
-class Pin(PassEvent):
+class PinEvent(PassEvent):
     """A pin was made, or refused."""
 
     NAME = "pin"
@@ -556,7 +558,7 @@ class Alive:
 
 
 @dataclass(kw_only=True)
-class Locked:
+class LockedMemory:
     """What the kernel counted as pinned and locked by the process, in bytes, right before the call."""
 
     vmpin: Count = key(optional=True)
@@ -590,7 +592,7 @@ class ShortTermPin:
 
 
 @dataclass(kw_only=True)
-class Register(PassEvent):
+class RegisterEvent(PassEvent):
     """A registration was made, or refused."""
 
     NAME = "register"
@@ -620,7 +622,7 @@ class Register(PassEvent):
     pins: list[Alive] = key("`{pin, alive_before, alive_after}` of every pin that is held")
     trace: TraceOf = key("what the kernel said (below)")
     stand_in: str | None = key("the stand-in that took part")
-    limits: Annotated[Json, Shape(Locked)] = key(
+    limits: Annotated[Json, Shape(LockedMemory)] = key(
         "`{vmpin, vmlck}` in bytes right before the call (`VmPin` and `VmLck` of `/proc/self/status`: "
         "mm->pinned_vm, which counts MRs and io_uring's fixed buffers against RLIMIT_MEMLOCK, and "
         "mm->locked_vm of mlock()); of a refused call also `vmpin_after`",
@@ -644,7 +646,7 @@ class Register(PassEvent):
 
 
 @dataclass(kw_only=True)
-class RegisterMany(PassEvent):
+class RegisterManyEvent(PassEvent):
     """A series of registrations has ended. The first of them is a `register` event, and so is the second try
     of one that was refused.
     """
@@ -667,7 +669,7 @@ class RegisterMany(PassEvent):
 
 
 @dataclass(kw_only=True)
-class Registered(PassEvent):
+class RegisteredEvent(PassEvent):
     """One of a series, without page states."""
 
     NAME = "registered"
@@ -682,7 +684,7 @@ class Registered(PassEvent):
 
 
 @dataclass(kw_only=True)
-class Deregistered(PassEvent):
+class DeregisteredEvent(PassEvent):
     """An MR of a series could not be taken back."""
 
     NAME = "deregistered"
@@ -695,7 +697,7 @@ class Deregistered(PassEvent):
 
 
 @dataclass(kw_only=True)
-class DeregisterMany(PassEvent):
+class DeregisterManyEvent(PassEvent):
     """All MRs that a series kept were taken back."""
 
     NAME = "deregister-many"
@@ -704,7 +706,7 @@ class DeregisterMany(PassEvent):
 
 
 @dataclass(kw_only=True)
-class Release(PassEvent):
+class ReleaseEvent(PassEvent):
     """A pin was released."""
 
     NAME = "release"
@@ -719,7 +721,7 @@ class Release(PassEvent):
 
 
 @dataclass(kw_only=True)
-class Deregister(PassEvent):
+class DeregisterEvent(PassEvent):
     """A registration was taken back."""
 
     NAME = "deregister"
@@ -728,7 +730,7 @@ class Deregister(PassEvent):
 
 
 @dataclass(kw_only=True)
-class Free(PassEvent):
+class FreeEvent(PassEvent):
     """A buffer was freed."""
 
     NAME = "free"
@@ -737,7 +739,7 @@ class Free(PassEvent):
 
 
 @dataclass(kw_only=True)
-class Look(PassEvent):
+class LookEvent(PassEvent):
     """A later look of `watch` (below). Of a look that there was not, all but `registration` and `ended` are
     null. It comes after the pass' `scenario-end`.
     """
@@ -764,7 +766,7 @@ class Look(PassEvent):
 
 
 @dataclass(kw_only=True)
-class Transfer(PassEvent):
+class TransferEvent(PassEvent):
     """Bytes were moved through an MR."""
 
     NAME = "transfer"
@@ -776,7 +778,7 @@ class Transfer(PassEvent):
 
 
 @dataclass(kw_only=True)
-class Step(PassEvent):
+class StepEvent(PassEvent):
     """Anything else a scenario does, with keys of its own (those of CUDA's and NCCL's steps: below). The
     judge reads `memlock_soft` (bytes, null = unlimited) and `capabilities` (list) of a step that changes them
     for this process, `memory_events` (of its memory cgroup, `{oom_kill: n, …}`), and `vma` with `buffer` (the
@@ -789,7 +791,7 @@ class Step(PassEvent):
 
 
 @dataclass(kw_only=True)
-class Failed(Event):
+class ExceptionEvent(Event):
     """The scenario file or the harness itself failed."""
 
     NAME = "exception"
@@ -801,7 +803,7 @@ class Failed(Event):
 
 
 @dataclass(kw_only=True)
-class ScenarioEnd(PassEvent):
+class ScenarioEndEvent(PassEvent):
     """A pass has ended. Written by the parent, always."""
 
     NAME = "scenario-end"
@@ -822,7 +824,7 @@ class ScenarioEnd(PassEvent):
 
 
 @dataclass(kw_only=True)
-class Lab(Event):
+class LabEvent(Event):
     """What the lab saw from outside."""
 
     NAME = "lab"
@@ -834,7 +836,7 @@ class Lab(Event):
 
 
 @dataclass(kw_only=True)
-class Watch(Event):
+class WatchEvent(Event):
     """What `watch` did or counted (docs/watch.md). `what` says which of the keys it has."""
 
     NAME = "watch"
@@ -885,7 +887,7 @@ class Watch(Event):
 
 
 @dataclass(kw_only=True)
-class RunEnd(Event):
+class RunEndEvent(Event):
     """The run has ended."""
 
     NAME = "run-end"
@@ -896,30 +898,30 @@ class RunEnd(Event):
 EVENTS: dict[str, type[Event]] = {
     cls.NAME: cls
     for cls in (
-        Note,
-        MemoryMap,
-        MemoryMapCheck,
-        Reservation,
-        OnlineMovable,
-        ScenarioBegin,
-        Unmet,
-        Buffer,
-        Pin,
-        Register,
-        RegisterMany,
-        Registered,
-        Deregistered,
-        DeregisterMany,
-        Release,
-        Deregister,
-        Free,
-        Look,
-        Transfer,
-        Step,
-        Failed,
-        ScenarioEnd,
-        Lab,
-        Watch,
-        RunEnd,
+        NoteEvent,
+        MemoryMapEvent,
+        MemoryMapCheckEvent,
+        ReservationEvent,
+        OnlineMovableEvent,
+        ScenarioBeginEvent,
+        UnmetEvent,
+        BufferEvent,
+        PinEvent,
+        RegisterEvent,
+        RegisterManyEvent,
+        RegisteredEvent,
+        DeregisteredEvent,
+        DeregisterManyEvent,
+        ReleaseEvent,
+        DeregisterEvent,
+        FreeEvent,
+        LookEvent,
+        TransferEvent,
+        StepEvent,
+        ExceptionEvent,
+        ScenarioEndEvent,
+        LabEvent,
+        WatchEvent,
+        RunEndEvent,
     )
 }

@@ -64,6 +64,8 @@ def _reader(hint: Any) -> _Reader:
         return _list_of(_reader(args[0]))
     if origin is tuple:
         return _tuple_of([_reader(part) for part in args])
+    if origin is dict:
+        return _dict_of(_reader(args[1]))
     if isinstance(hint, type) and is_dataclass(hint):
         return lambda value: read_as(cast(Any, hint), value)
     if origin is Literal:  # a word that a later version has is for the judge to say
@@ -100,6 +102,15 @@ def _list_of(part: _Reader) -> _Reader:
         if not isinstance(value, list):
             raise Malformed("is no list")
         return [part(item) for item in value]
+
+    return read
+
+
+def _dict_of(part: _Reader) -> _Reader:
+    def read(value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            raise Malformed("is no object")
+        return {str(name): part(item) for name, item in value.items()}
 
     return read
 

@@ -20,12 +20,12 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 from regrepro.record.events import (
     EVENTS,
     SCHEMA,
+    CallTrace,
     Event,
     Header,
-    PageState,
+    PageRuns,
     PassEvent,
     Shape,
-    Trace,
 )
 
 SCHEMA_FILE = "src/regrepro/schema/record-2.json"
@@ -33,8 +33,8 @@ _PLAIN = {str: "string", int: "integer", float: "number", bool: "boolean", type(
 _TABLES: dict[str, tuple[type[Any], ...]] = {
     "header": (Header,),
     "events": tuple(EVENTS.values()),
-    "page-state": (PageState,),
-    "trace": (Trace,),
+    "page-state": (PageRuns,),
+    "trace": (CallTrace,),
 }
 
 

@@ -12,7 +12,7 @@ import pytest
 import record_builder as build
 
 from regrepro.judge import LAYERS, judge_record
-from regrepro.record.events import EVENTS, Event, Header, PageState, Trace
+from regrepro.record.events import EVENTS, CallTrace, Event, Header, PageRuns
 from regrepro.record.schema import schema_text, with_tables
 
 jsonschema = pytest.importorskip("jsonschema")
@@ -59,7 +59,7 @@ def test_schema_and_tables_are_made_from_the_classes() -> None:
 
 def test_every_key_has_its_sentence() -> None:
     """Of the header and the events; what keys of nested values are, these sentences say."""
-    for cls in (Header, PageState, Trace, *EVENTS.values()):
+    for cls in (Header, PageRuns, CallTrace, *EVENTS.values()):
         own = [item for item in fields(cls) if item.name not in {item.name for item in fields(Event)}]
         assert cls.__doc__
         assert [item.name for item in own if not item.metadata.get("doc")] == [], cls
