@@ -11,7 +11,7 @@ import pytest
 from record_builder import Record
 
 from regrepro.judge import judge_record
-from unit.judge import test_turned as turned
+from unit.judge import turned
 
 Edit = Callable[[Record], object]
 

@@ -1,117 +1,52 @@
 """Each rule of docs/verdicts.md without its evidence, and with its evidence turned round: never decided.
 
-The records are good ones, traced as a kernel of today traces: what is edited is the only thing wrong with
-them. `consistency` names what two sources contradict each other in, a rule's own name what it lacks.
+`consistency` names what two sources contradict each other in, a rule's own name what it lacks.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import record_builder as build
-from record_builder import ADDRESS, CMA, OUT, PAGE, Builder, Record, find, state
+from record_builder import ADDRESS, CMA, OUT, Record, find, state
 
 from regrepro.judge import exit_code, judge_record
-from regrepro.judge.consistency import flaws
-from regrepro.judge.facts import collect
-
-Edit = Callable[[Record], object]
-
-PINS = ("pin_user_pages_fast", "pin_user_pages", "pin_user_pages_remote", "pin_user_pages_unlocked")
-GETS = ("get_user_pages_fast", "get_user_pages", "get_user_pages_remote", "get_user_pages_unlocked")
-PROBED = [
-    *PINS,
-    *GETS,
-    "rxe_reg_user_mr",
-    "__ib_umem_get_va",
-    "migrate_pages",
-    "io_sqe_buffers_register",
-    "ib_uverbs_handler_UVERBS_METHOD_REG_DMABUF_MR",
-]
-ON_FAILURE = ["__gup_longterm_locked", "dma_map_sgtable"]
-TAKEN_BY = {
-    "pin": ("pin_user_pages_remote", ["FOLL_WRITE"]),
-    "get": ("get_user_pages_fast", []),
-    "longterm": ("pin_user_pages_fast", ["FOLL_WRITE", "FOLL_LONGTERM"]),
-}
-
-
-def traced(record: Record) -> Record:
-    """Put into a record what the tracer of today says of each call."""
-    for event in record.events:
-        if event["event"] == "pin" and event["kind"] in TAKEN_BY:
-            fn, flags = TAKEN_BY[event["kind"]]
-            pages = event["after"]["pages"]
-            moved = build.migration(pages, 0, 0) if event["kind"] == "longterm" else []
-            args = {"start": ADDRESS, "nr_pages": pages, "flags": list(flags)}
-            event["trace"] = build.trace(
-                events=[*moved, {"t": 0.3, "fn": fn, "ret": pages, "caller": "", "args": args}]
-            )
-        if event["event"] in ("pin", "register") and event["trace"]:
-            event["trace"] |= {"probed": list(PROBED), "probed_failures": list(ON_FAILURE)}
-        if event["event"] == "register":
-            args = {"start": event["address"], "nr_pages": event["length"] // PAGE}
-            for item in event["trace"]["events"]:
-                if item.get("fn") == "pin_user_pages_fast":
-                    item["args"] = args | {"flags": ["FOLL_WRITE", "FOLL_LONGTERM"]}
-    return record
-
-
-def reproduced() -> Record:
-    return traced(build.reproduced_record())
-
-
-def by_get() -> Record:
-    return traced(build.get_record())
-
-
-def one_of_eight() -> Record:
-    return traced(build.partly_pinned_record())
-
-
-def by_pin() -> Record:
-    return traced(build.longterm_record())
-
-
-def by_kernel() -> Record:
-    return traced(build.kernel_record())
-
-
-def by_placement() -> Record:
-    return traced(build.placement_record())
-
-
-def moved_out() -> Record:
-    return traced(build.no_pin_record())
-
-
-def own_code() -> Record:
-    """A pin that code of one's own took, which cannot be asked whether it is alive."""
-    record = reproduced()
-    for event in record.events:
-        if event["event"] == "pin" and event["kind"] == "pin":
-            event["owner"] = "own-code"
-    find(record, "register")["pins"][0] |= {"alive_before": None, "alive_after": None}
-    return record
-
-
-GOOD = {
-    reproduced: ("reproduced", None),
-    by_get: ("reproduced", None),
-    one_of_eight: ("reproduced", None),
-    own_code: ("reproduced", None),
-    by_pin: ("not-reproduced", "pin"),
-    by_kernel: ("not-reproduced", "kernel"),
-    by_placement: ("not-reproduced", "placement"),
-    moved_out: ("not-reproduced", "kernel"),
-}
-
-
-def verdict(record: Record) -> dict[str, Any]:
-    return dict(judge_record(record)["verdicts"][0])
+from unit.judge.turned import (
+    CONTRADICTED,
+    GOOD,
+    HALF,
+    ODP,
+    OTHERS_PIN,
+    PROBED,
+    Edit,
+    asked,
+    backwards,
+    both,
+    by_get,
+    by_kernel,
+    by_pin,
+    by_placement,
+    counts,
+    drop,
+    event,
+    misplaced,
+    moved_out,
+    one_of_eight,
+    own_code,
+    pages,
+    repeat,
+    reproduced,
+    returned,
+    shuffled,
+    succeeded_first,
+    swapped,
+    trace,
+    tracepoint,
+    verdict,
+    without_events,
+    without_pass,
+)
 
 
 @pytest.mark.parametrize("make", GOOD, ids=lambda make: make.__name__)
@@ -120,170 +55,6 @@ def test_the_good_records_are_decided(make: Callable[[], Record]) -> None:
     assert (item["verdict"], item["basis"]) == GOOD[make], item["reason"]
     assert {"name": "consistency", "state": "ok"}.items() <= item["checks"][-1].items()
 
-
-# What is edited
-
-
-def event(kind: str, number: int = 0, /, *, control: str | None = None, **keys: Any) -> Edit:
-    """Set keys of an event."""
-    return lambda record: find(record, kind, number, control).update(copy.deepcopy(keys))
-
-
-def pages(kind: str, when: str, number: int = 0, control: str | None = None, **keys: Any) -> Edit:
-    """Set keys of a page state."""
-    return lambda record: find(record, kind, number, control)[when].update(copy.deepcopy(keys))
-
-
-def counts(kind: str, when: str, count: Any, number: int = 0, control: str | None = None) -> Edit:
-    """Set the reference counts of a page state."""
-    refs = count if isinstance(count, list) else None if count is None else [[0, 8, count]]
-    return pages(kind, when, number, control, refcount=refs)
-
-
-def both(*edits: Edit) -> Edit:
-    return lambda record: [edit(record) for edit in edits]
-
-
-def renumber(record: Record) -> None:
-    """Close the gaps."""
-    for seq, item in enumerate(record.events, 1):
-        item["seq"] = seq
-
-
-def drop(kind: str, number: int = 0, control: str | None = None) -> Edit:
-    """Take an event out and number the others anew."""
-
-    def edit(record: Record) -> None:
-        record.events.remove(find(record, kind, number, control))
-        renumber(record)
-
-    return edit
-
-
-def repeat(kind: str, number: int = 0, **keys: Any) -> Edit:
-    """Write an event twice, and number the others anew."""
-
-    def edit(record: Record) -> None:
-        original = find(record, kind, number)
-        at = record.events.index(original)
-        record.events.insert(at + 1, copy.deepcopy(original) | keys)
-        renumber(record)
-
-    return edit
-
-
-def trace(number: int = 0, kind: str = "register", control: str | None = None, **keys: Any) -> Edit:
-    """Set keys of a trace."""
-    return lambda record: find(record, kind, number, control)["trace"].update(copy.deepcopy(keys))
-
-
-def returned(fn: str, ret: int, number: int = 0, tree: bool = True) -> Edit:
-    """Have a function return something else, in the trace's tree as well."""
-
-    def edit(record: Record) -> None:
-        told = find(record, "register", number)["trace"]
-        found = [item for item in told["events"] if item.get("fn") == fn]
-        assert found
-        for item in (*found, *(told["tree"] if tree else [])):
-            if item.get("fn") == fn:
-                item["ret"] = ret
-
-    return edit
-
-
-def tracepoint(number: int = 0, **fields: int) -> Edit:
-    """Set fields of the migration's tracepoint."""
-
-    def edit(record: Record) -> None:
-        events = find(record, "register", number)["trace"]["events"]
-        found = [item for item in events if "tracepoint" in item]
-        assert found
-        for item in found:
-            item["fields"] |= fields
-
-    return edit
-
-
-def without_events(*names: str, number: int = 0, kind: str = "register") -> Edit:
-    """Take events out of a trace, and its tree with them."""
-
-    def edit(record: Record) -> None:
-        told = find(record, kind, number)["trace"]
-        told["events"] = [
-            item for item in told["events"] if item.get("fn", item.get("tracepoint")) not in names
-        ]
-        told["tree"] = []
-
-    return edit
-
-
-def asked(*flags: str, fn: str | None = None, ret: int | None = None) -> Edit:
-    """Have the pin's own trace show other flags, another function, another result."""
-
-    def edit(record: Record) -> None:
-        call = find(record, "pin")["trace"]["events"][-1]
-        call["args"]["flags"] = list(flags)
-        call["fn"] = fn or call["fn"]
-        call["ret"] = call["ret"] if ret is None else ret
-
-    return edit
-
-
-def swapped(record: Record) -> None:
-    """The registration bears the trace of the one after it, and the reverse."""
-    one, two = find(record, "register"), find(record, "register", 1)
-    one["trace"], two["trace"] = two["trace"], one["trace"]
-
-
-def backwards(record: Record) -> None:
-    find(record, "release")["t"] = 0.0
-
-
-def shuffled(record: Record) -> None:
-    """Two lines of the record have changed places."""
-    at = record.events.index(find(record, "release"))
-    record.events[at], record.events[at - 1] = record.events[at - 1], record.events[at]
-
-
-def misplaced(record: Record) -> None:
-    """The buffer is freed before it is registered again; numbers and clock are as they should be."""
-    events, freed = record.events, find(record, "free")
-    events.remove(freed)
-    events.insert(events.index(find(record, "register", 1)), freed)
-    for seq, item in enumerate(events, 1):
-        item |= {"seq": seq, "t": seq / 100}
-
-
-def without_pass(control: str) -> Edit:
-    """Take a control out."""
-
-    def edit(record: Record) -> None:
-        record.events = [item for item in record.events if item.get("control") != control]
-        renumber(record)
-
-    return edit
-
-
-def succeeded_first(record: Record) -> None:
-    """Under the same pin the same pages were registered before, in place, and deregistered."""
-    failed = find(record, "register")
-    at = record.events.index(failed)
-    made = copy.deepcopy(failed) | {"errno": None, "lkey": 3, "rkey": 3, "registration": 9}
-    made["after"] = state(CMA, OTHERS_PIN)
-    made["trace"] = build.succeeding_trace(made["before"], made["after"])
-    made["trace"] |= {"probed": list(PROBED), "probed_failures": list(ON_FAILURE)}
-    ended = {key: failed[key] for key in ("scenario", "variant", "control", "t")}
-    record.events[at:at] = [made, ended | {"event": "deregister", "registration": 9, "errno": None}]
-    renumber(record)
-
-
-OTHERS_PIN = 2049  # a stranger's and ours
-HALF = [[0, 4, 1025], [4, 4, 1]]
-CONTRADICTED = "consistency"
-ODP = both(
-    event("register", after=state(CMA, 1025), access=["LOCAL_WRITE", "REMOTE_WRITE", "ON_DEMAND"]),
-    without_events("pin_user_pages_fast", "__ib_umem_get_va"),
-)
 
 # what is wrong: (the good record, what is edited, the verdict that is due, the check that names it)
 TABLE: dict[str, tuple[Callable[[], Record], Edit, str, str]] = {
@@ -890,145 +661,3 @@ def test_turned_evidence_decides_nothing(name: str) -> None:
         assert "contradicts itself" in item["reason"]
         assert CONTRADICTED in {entry["need"] for entry in item["unmet"]}
         assert "contradicted" in {entry["state"] for entry in item["checks"] if entry["name"] == CONTRADICTED}
-
-
-# What is odd and honest
-
-
-def passed(make: Callable[[Builder], object], **node: Any) -> Record:
-    """One pass, traced as today."""
-    builder = Builder(**node)
-    builder.memory_map()
-    builder.begin(controls={})
-    make(builder)
-    builder.end()
-    return traced(builder.done())
-
-
-def edited(make: Callable[[], Record], *edits: Edit) -> Record:
-    record = make()
-    both(*edits)(record)
-    return record
-
-
-def forked(builder: Builder) -> None:
-    """After fork() the process writes, and gets copies; the FOLL_GET stays on the pages that it had."""
-    builder.buffer(state(CMA))
-    builder.pin(state(CMA), state(CMA, 2), kind="get", owner="vmsplice")
-    builder.register(state(OUT, 1), state(OUT, 1025), pins=[1])
-    builder.release(state(OUT, 1025))
-
-
-def huge(builder: Builder) -> None:
-    """Of a large folio `_pincount` counts each page, and migration counts the folio."""
-
-    def large(pins: int) -> dict[str, Any]:
-        return state(CMA, 8 + pins, 8, pincount=[[0, 8, pins]])
-
-    builder.buffer(large(0), backing="thp")
-    builder.pin(large(0), large(8))
-    builder.register(large(8), large(8), errno="ENOMEM", pins=[1], trace=build.failing_trace(1))
-    builder.release(large(0))
-
-
-def kept_series(builder: Builder) -> None:
-    """Many registrations were kept of which no page state was read."""
-    builder.buffer(state(OUT))
-    builder.pin(state(OUT), state(OUT, 1025))
-    builder.register(state(OUT, 1025), state(OUT, 2049), pins=[1])
-    length = len(OUT) * build.PAGE
-    each = {"series": 1, "length": length, "errno": None, "seconds": 0.001}
-    for number in (2, 3, 4):
-        builder.event("registered", number=number, address=build.ADDRESS, **each)
-    of_all = {"verb": "ibv_reg_mr_iova2", "access": build.ACCESS, "buffer": 1}
-    builder.event("register-many", **each, **of_all, count=4, keep=True, succeeded=4)
-    builder.release(state(OUT, 1 + 4 * 1024))
-
-
-def peer(builder: Builder) -> None:
-    """A GPU's memory: the pin of host pages fails, a peer-memory client then has it."""
-    builder.buffer(None, backing="cuda-device", owner="cuda")
-    seen = build.returns(("pin_user_pages_fast", -14), ("__ib_umem_get_va", -14), ("rxe_reg_user_mr", 1))
-    builder.register(None, None, trace=seen)
-
-
-def no_dmabuf(builder: Builder) -> None:
-    """Libibverbs has its own word for a provider without dma-buf."""
-    builder.buffer(state(OUT))
-    seen = build.returns(("ib_uverbs_handler_UVERBS_METHOD_REG_DMABUF_MR", -93))
-    builder.register(state(OUT), state(OUT), errno="EOPNOTSUPP", verb="ibv_reg_dmabuf_mr", trace=seen)
-
-
-def beyond(builder: Builder) -> None:
-    """A range longer than the buffer: pages that nobody read migrated as well."""
-    builder.buffer(state(CMA))
-    seen = build.returns(("pin_user_pages_fast", -14), ("__ib_umem_get_va", -14), ("rxe_reg_user_mr", -14))
-    seen["events"][:0] = build.migration(120, 0, 0)
-    builder.register(state(CMA), state(OUT), errno="EFAULT", length=PAGE << 20, trace=seen)
-
-
-def by_io_uring(builder: Builder) -> None:
-    """Without a device io_uring registers, and gives no keys."""
-    builder.buffer(state(CMA))
-    keys = {"verb": "io_uring_register_buffers", "device": "io_uring", "lkey": None, "rkey": None}
-    seen = build.returns(("pin_user_pages_fast", 8), ("io_sqe_buffers_register", 0))
-    seen["events"][:0] = build.migration(8, 0, 0)
-    builder.register(state(CMA), state(OUT, 1025), trace=seen, **keys)
-
-
-def fresh(builder: Builder) -> None:
-    """Absent pages come to be in CMA during the call, and are moved out."""
-    builder.buffer(state([0] * 8, 0))
-    seen = build.succeeding_trace(state(CMA), state(OUT))
-    builder.register(state([0] * 8, 0), state(OUT, 1025), trace=seen)
-
-
-HONEST: dict[str, Record] = {
-    "a page of an LRU batch": edited(
-        reproduced, counts("register", "after", 1026), counts("register", "before", 1026, 1)
-    ),
-    "a FOLL_GET on a page that left its LRU batch": edited(by_get, counts("pin", "before", 2)),
-    "a FOLL_GET whose release left the page in an LRU batch": edited(by_get, counts("release", "after", 2)),
-    "counts that were not read": edited(
-        reproduced, *(counts("register", when, None, n) for when in ("before", "after") for n in (0, 1))
-    ),
-    "isolated meanwhile": edited(by_kernel, pages("register", "after", place=[[0, 8, "isolate"]])),
-    "a kernel that hides migrate_pages": edited(
-        by_kernel,
-        lambda r: [
-            item["trace"].update(
-                missing=[{"fn": "migrate_pages", "why": "inlined"}],
-                probed=[name for name in PROBED if name != "migrate_pages"],
-            )
-            for item in r.events
-            if item.get("trace")
-        ],
-    ),
-    "a trace that lost events": edited(
-        reproduced, trace(status="spoiled", why="overrun", events=[], tree=[]), event("register", errno="EIO")
-    ),
-    "a driver's pin that cannot be asked": own_code(),
-    "a driver that pins with FOLL_GET": edited(
-        own_code, counts("pin", "after", 2), *(counts("register", when, 2) for when in ("before", "after"))
-    ),
-    "own code that asks for more than is expected of it": edited(
-        by_pin,
-        lambda r: find(r, "pin").update(owner="own-code", kind="pin"),
-    ),
-    "one page of eight": one_of_eight(),
-    "fork": passed(forked),
-    "a huge page": passed(huge),
-    "a series": passed(kept_series),
-    "a GPU's memory": passed(peer),
-    "no dma-buf": passed(no_dmabuf),
-    "a range beyond the buffer": passed(beyond),
-    "io_uring": passed(by_io_uring),
-    "pages that come to be in the call": passed(fresh),
-}
-
-
-@pytest.mark.parametrize("name", HONEST)
-def test_what_is_odd_and_honest_contradicts_nothing(name: str) -> None:
-    facts = collect(HONEST[name])
-    assert [flaw.text for run in facts.passes for flaw in flaws(facts, run)] == []
-    assert not [text for run in facts.passes for text in run.problems]
