@@ -7,9 +7,13 @@ PFNs; a place is that of the range a PFN lies in: below 1,000 unpinnable ("cma")
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+from regrepro.judge import judge_record
 
 PAGE = 4096
 ADDRESS = 0x7F0000000000
@@ -520,3 +524,13 @@ def find(record: Record, event: str, number: int = 0, control: str | None = None
     return [item for item in record.events if item["event"] == event and item.get("control") == control][
         number
     ]
+
+
+def write(directory: Path, record: Record, *, verdicts: bool = True) -> Path:
+    """Write a run directory as `run` does."""
+    directory.mkdir(parents=True, exist_ok=True)
+    lines = [record.header, *record.events]
+    (directory / "record.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    if verdicts:
+        (directory / "verdicts.json").write_text(json.dumps(judge_record(record)))
+    return directory

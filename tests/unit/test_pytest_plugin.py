@@ -14,7 +14,6 @@ import record_builder as build
 from regrepro import runner
 from regrepro.pytest_plugin import is_scenario_file
 from regrepro.scenario import NEEDS
-from unit.report.test_report import write
 
 pytest_plugins = ["pytester"]
 
@@ -75,7 +74,7 @@ def suite(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.
         scenario = name.rpartition(":")[2]
         record = renamed(RUNS[scenario](), scenario)
         record.header["run"]["cuda"] = options.cuda
-        return write(directory, record, verdicts=False)
+        return build.write(directory, record, verdicts=False)
 
     monkeypatch.setattr(runner, "run", run)
     return pytester
@@ -183,7 +182,7 @@ def test_a_baseline_makes_it_relative(suite: pytest.Pytester, monkeypatch: pytes
 
 
 def test_placement_does_not_count_as_fixed(suite: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = write(suite.path / "before", renamed(build.reproduced_record(), "fails"))
+    before = build.write(suite.path / "before", renamed(build.reproduced_record(), "fails"))
     monkeypatch.setitem(RUNS, "fails", build.placement_record)
     result = go(suite, "scenarios", "--baseline", str(before), "-k", "fails")
     result.assert_outcomes(failed=1, deselected=2)
@@ -191,7 +190,7 @@ def test_placement_does_not_count_as_fixed(suite: pytest.Pytester, monkeypatch: 
 
 
 def test_what_is_not_in_the_baseline_cannot_be_told(suite: pytest.Pytester) -> None:
-    before = write(suite.path / "before", renamed(build.reproduced_record(), "other"))
+    before = build.write(suite.path / "before", renamed(build.reproduced_record(), "other"))
     result = go(suite, "scenarios", "--baseline", str(before), "-k", "holds")
     result.assert_outcomes(failed=1, deselected=2)
     assert "it is not in the baseline" in result.stdout.str()
@@ -352,7 +351,7 @@ def test_the_lab_runs_a_scenario_in_a_machine(
 
     def lab_run(names: Any, options: Any, machine: Any, out: Path, progress: Any = None) -> Path:
         asked.append((names, machine.kernel, machine.boot))
-        return write(out, renamed(build.kernel_record(), "holds"), verdicts=False)
+        return build.write(out, renamed(build.kernel_record(), "holds"), verdicts=False)
 
     monkeypatch.setattr(lab, "lab_run", lab_run)
     arguments = ("--regrepro-lab", "6.12", "--regrepro-boot", "movablecore=512M")

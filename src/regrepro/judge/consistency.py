@@ -66,7 +66,7 @@ def _of(*events: Registration | Pin | Buffer) -> frozenset[int]:
 
 
 def _order(facts: Facts, run: Pass) -> Iterator[Flaw]:
-    """One writer numbers all events and reads one clock (`record.py`)."""
+    """One writer numbers all events and reads one clock (`record/writer.py`)."""
     if run.disordered:
         yield Flaw(f"event {run.disordered[0]} comes after a later one", None)
 

@@ -6,7 +6,7 @@ import pytest
 import record_builder as build
 
 from regrepro.judge import judge_record
-from unit.judge.test_questions import by_io_uring
+from unit.judge.driver_records import by_io_uring
 
 
 @pytest.mark.parametrize(("io_uring", "verdict"), [(True, "unmet"), (False, "other-failure")])

@@ -18,21 +18,9 @@ from regrepro.errors import UsageError
 from regrepro.judge import QUESTIONS, answer, judge_record
 from regrepro.judge.questions import OPTIONAL_NEEDS, check_terms, declared_answer, standing
 from regrepro.scenario import NEEDS
-from unit.report.test_report import write
+from unit.judge.driver_records import by_io_uring, fixed, in_the_lab, old, unmet
 
 SCHEMA = json.loads((Path(cli.__file__).parent / "schema/verdicts-1.json").read_text(encoding="utf-8"))
-
-
-def in_the_lab(record: Record, contract: str, boot: tuple[str, ...] = ("cma=512M",)) -> Record:
-    """The same record with the stand-in of a driver as the holder of the scenario's own pin."""
-    name = f"standin:{contract}"
-    record.header["run"]["cuda"] = name
-    record.header["lab"] = {"kernel": "7.3", "boot": list(boot)}
-    for event in record.events:
-        if event["event"] == "pin" and event["control"] is None:
-            event["owner"] = name
-            event["kind"] = contract
-    return record
 
 
 def without(record: Record, argument: str, why: str) -> Record:
@@ -41,37 +29,6 @@ def without(record: Record, argument: str, why: str) -> Record:
     event = {"event": "reservation", "argument": argument, "wanted": None, "got": None, "ok": False}
     record.events.append({**event, "seq": len(record.events) + 1, "t": 9.0, "why": why, "kernel_lines": []})
     return record
-
-
-BY_IO_URING = {"rxe_reg_user_mr": "io_sqe_buffers_register", "__ib_umem_get_va": "io_pin_pages"}
-
-
-def by_io_uring(record: Record) -> Record:
-    for event in record.events:
-        if event["event"] == "register":
-            event |= {"verb": "io_uring_register_buffers", "device": "io_uring"}
-            for step in (*event["trace"].get("events", ()), *event["trace"].get("tree", ())):
-                if step.get("fn") in BY_IO_URING:
-                    step["fn"] = BY_IO_URING[step["fn"]]
-    return record
-
-
-def unmet(need: str = "root", name: str = "pin_then_register", **run: Any) -> Record:
-    builder = build.Builder()
-    builder.header["run"] |= run
-    builder.memory_map()
-    builder.begin(name)
-    builder.event("unmet", need=need, why=f"there is no {need}", how="get it")
-    builder.end("unmet")
-    return builder.done()
-
-
-def old() -> Record:
-    return in_the_lab(build.reproduced_record(), "pin")
-
-
-def fixed() -> Record:
-    return in_the_lab(build.longterm_record(), "longterm")
 
 
 def mixed(*records: Record) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -274,7 +231,7 @@ def test_names_that_are_not_there() -> None:
 
 @pytest.mark.parametrize("question", QUESTIONS)
 def test_the_command_line_says_it_last_and_exits_with_it(tmp_path: Path, question: str) -> None:
-    directory = write(tmp_path / "run", fixed(), verdicts=False)
+    directory = build.write(tmp_path / "run", fixed(), verdicts=False)
     expected = answer(judge_record(fixed()), question, fixed().header)
     done = CliRunner().invoke(cli.group, ["judge", str(directory), "--ask", question])
     assert (done.exit_code, done.output.splitlines()[-1]) == (expected.code, expected.line)
@@ -299,7 +256,7 @@ def test_the_command_line_says_it_last_and_exits_with_it(tmp_path: Path, questio
 def test_what_cannot_be_asked_is_a_usage_error(
     tmp_path: Path, command: str, arguments: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    directory = str(write(tmp_path / "run", fixed(), verdicts=False))
+    directory = str(build.write(tmp_path / "run", fixed(), verdicts=False))
     words = {"run": ["run", "no_pin"], "lab": ["lab", "run", "no_pin"], "judge": ["judge", directory]}
     given = words.get(command, ["compare", directory, directory])
     with pytest.raises(SystemExit) as ended:

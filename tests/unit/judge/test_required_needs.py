@@ -13,8 +13,7 @@ from regrepro import cli
 from regrepro.errors import UsageError
 from regrepro.judge import answer, judge_record
 from regrepro.judge.questions import check_declared, not_shown
-from unit.judge.test_questions import fixed
-from unit.report.test_report import write
+from unit.judge.driver_records import fixed
 
 
 def code(record: Record, need: str, question: str = "reproduce") -> int:
@@ -64,7 +63,7 @@ def test_a_need_that_no_scenario_has_cannot_be_required() -> None:
 
 
 def test_compare_asks_both_sides(tmp_path: Path) -> None:
-    one = str(write(tmp_path / "one", build.kernel_record(), verdicts=False))
+    one = str(build.write(tmp_path / "one", build.kernel_record(), verdicts=False))
     for need, expected in (("rdma", 0), ("cuda", 125), ("peer-memory", 2)):
         done = CliRunner().invoke(cli.group, ["compare", one, one, "--require", need])
         found = done.exit_code if not isinstance(done.exception, UsageError) else 2

@@ -33,16 +33,6 @@ RECORDS = {
 }
 
 
-def write(directory: Path, record: Any, *, verdicts: bool = True) -> Path:
-    """Write a run directory as `run` does."""
-    directory.mkdir(parents=True, exist_ok=True)
-    lines = [record.header, *record.events]
-    (directory / "record.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    if verdicts:
-        (directory / "verdicts.json").write_text(json.dumps(judge.judge_record(record)))
-    return directory
-
-
 def in_lab(record: Any) -> Any:
     record.header["lab"] = {
         "kernel": "7.3.4",
@@ -100,7 +90,7 @@ def outline(document: str) -> Outline:
 @pytest.mark.parametrize("name", RECORDS)
 @pytest.mark.parametrize("kind", ["html", "markdown", "text"])
 def test_every_format_says_the_answer_before_anything_else(name: str, kind: str, tmp_path: Path) -> None:
-    run = write(tmp_path, RECORDS[name]())
+    run = build.write(tmp_path, RECORDS[name]())
     content = build_report(load(run))
     made = make(run, kind)
     plain = " ".join(" ".join(outline(made).text).split()) if kind == "html" else " ".join(made.split())
@@ -112,7 +102,7 @@ def test_every_format_says_the_answer_before_anything_else(name: str, kind: str,
 
 
 def test_a_lab_run_says_in_its_first_line_that_no_driver_took_part(tmp_path: Path) -> None:
-    run = write(tmp_path, in_lab(build.reproduced_record()))
+    run = build.write(tmp_path, in_lab(build.reproduced_record()))
     assert make(run, "text").startswith("Lab run, in a virtual machine: no vendor driver")
     assert make(run, "markdown").startswith("> Lab run, in a virtual machine: no vendor driver")
     words = [part.strip() for part in outline(make(run, "html")).text if part.strip()]
@@ -120,12 +110,14 @@ def test_a_lab_run_says_in_its_first_line_that_no_driver_took_part(tmp_path: Pat
 
 
 def test_only_the_drivers_own_pin_blames_the_driver(tmp_path: Path) -> None:
-    stand_in = build_report(load(write(tmp_path / "a", build.reproduced_record(nvidia_driver="535.129.03"))))
+    stand_in = build_report(
+        load(build.write(tmp_path / "a", build.reproduced_record(nvidia_driver="535.129.03")))
+    )
     assert "it is this bug" not in stand_in.answer
     assert "susceptible" in stand_in.answer
     assert dict(stand_in.concerns)["driver"].startswith("none took part")
     assert "driver vendor" not in dict(stand_in.asks)
-    real = build_report(load(write(tmp_path / "b", with_driver(build.reproduced_record()))))
+    real = build_report(load(build.write(tmp_path / "b", with_driver(build.reproduced_record()))))
     assert real.verdict == "reproduced"
     assert real.answer.startswith("Yes, it is this bug: a pin held by NVIDIA driver 535.129.03")
     assert dict(real.concerns)["driver"] == "NVIDIA driver 535.129.03"
@@ -134,13 +126,13 @@ def test_only_the_drivers_own_pin_blames_the_driver(tmp_path: Path) -> None:
 
 
 def test_placement_says_nothing_of_a_driver(tmp_path: Path) -> None:
-    content = build_report(load(write(tmp_path, build.placement_record())))
+    content = build_report(load(build.write(tmp_path, build.placement_record())))
     assert "has no unpinnable memory at all" in content.answer
     assert "nothing of a driver" in content.answer
 
 
 def test_the_chain_shows_each_link_and_how_it_is_known(tmp_path: Path) -> None:
-    content = build_report(load(write(tmp_path, build.reproduced_record())))
+    content = build_report(load(build.write(tmp_path, build.reproduced_record())))
     [finding] = content.findings
     links = {link.claim: link for link in finding.chain}
     assert links["Where the pages lay"].seen.startswith("all 8 pages in CMA")
@@ -157,14 +149,14 @@ def test_flags_in_the_trace_are_observed(tmp_path: Path) -> None:
         for part in (event.get("trace") or {}).get("events", []):
             if part.get("fn") == "pin_user_pages_fast":
                 part["args"] = {"flags": ["FOLL_WRITE", "FOLL_LONGTERM"]}
-    [finding] = build_report(load(write(tmp_path, record))).findings
+    [finding] = build_report(load(build.write(tmp_path, record))).findings
     [link] = [link for link in finding.chain if link.claim == "What the registration asked for"]
     assert link.how == "observed"
     assert "FOLL_WRITE|FOLL_LONGTERM" in link.seen
 
 
 def test_pictures_show_places_pins_and_movement(tmp_path: Path) -> None:
-    [finding] = build_report(load(write(tmp_path, build.partly_pinned_record()))).findings
+    [finding] = build_report(load(build.write(tmp_path, build.partly_pinned_record()))).findings
     moments = {moment.label: moment for moment in finding.moments}
     assert list(moments) == [
         "as placed",
@@ -183,7 +175,7 @@ def test_pictures_show_places_pins_and_movement(tmp_path: Path) -> None:
 
 
 def test_controls_stand_beside_the_scenario(tmp_path: Path) -> None:
-    [finding] = build_report(load(write(tmp_path, build.reproduced_record()))).findings
+    [finding] = build_report(load(build.write(tmp_path, build.reproduced_record()))).findings
     assert [(trial.name, trial.result, trial.held) for trial in finding.trials] == [
         ("the scenario itself", "ENOMEM", None),
         ("no-pin", "OK", True),
@@ -196,7 +188,7 @@ def test_controls_stand_beside_the_scenario(tmp_path: Path) -> None:
 def test_what_a_record_holds_cannot_become_markup(tmp_path: Path) -> None:
     record = build.reproduced_record(hostname="<script>alert(1)</script>", kernel="7.3 | **x** `y`")
     record.header["stand_ins"][0]["what"] = "<img src=x onerror=alert(1)>"
-    run = write(tmp_path, record)
+    run = build.write(tmp_path, record)
     tags = outline(make(run, "html")).tags
     assert not {"script", "img", "link", "iframe"} & {tag for tag, _ in tags}
     assert not [value for _, attrs in tags for name, value in attrs.items() if name in ("src", "srcset")]
@@ -206,7 +198,7 @@ def test_what_a_record_holds_cannot_become_markup(tmp_path: Path) -> None:
 
 
 def test_html_needs_no_network(tmp_path: Path) -> None:
-    made = make(write(tmp_path, build.reproduced_record()), "html")
+    made = make(build.write(tmp_path, build.reproduced_record()), "html")
     hrefs = [attrs["href"] for _, attrs in outline(made).tags if attrs.get("href")]
     assert all(str(href).startswith("#") for href in hrefs)
     assert "url(" not in made
@@ -219,7 +211,7 @@ def test_large_buffers_are_drawn_as_strips(tmp_path: Path) -> None:
     for event in record.events:
         if event["event"] == "buffer" and event["control"] is None:
             event["pages"] = build.state(many)
-    document = make(write(tmp_path, record), "html")
+    document = make(build.write(tmp_path, record), "html")
     assert 'class="strip"' in document
     assert "899 x C" in make(tmp_path, "text")
 
@@ -231,7 +223,7 @@ def test_flawed_runs_are_shown_with_what_is_wrong(kind: str, flaw: str, tmp_path
     expected = ""
     if flaw == "no-scenario":
         record.events = record.events[:1]
-    write(tmp_path, record)
+    build.write(tmp_path, record)
     file = tmp_path / "record.jsonl"
     if flaw == "cut":
         file.write_bytes(file.read_bytes()[:-20])
@@ -263,7 +255,7 @@ def test_flawed_runs_are_shown_with_what_is_wrong(kind: str, flaw: str, tmp_path
 
 def test_a_record_of_another_version_shows_the_verdicts_that_lie_there(tmp_path: Path) -> None:
     record = build.reproduced_record()
-    write(tmp_path, record)
+    build.write(tmp_path, record)
     lines = (tmp_path / "record.jsonl").read_text().replace("regrepro.record/2", "regrepro.record/7")
     (tmp_path / "record.jsonl").write_text(lines)
     shown = " ".join(make(tmp_path, "text").split())
@@ -534,7 +526,7 @@ def test_an_errno_in_a_record_cannot_end_the_string() -> None:
 
 
 def test_the_command_writes_where_it_is_told(tmp_path: Path) -> None:
-    run = write(tmp_path / "run", build.reproduced_record())
+    run = build.write(tmp_path / "run", build.reproduced_record())
     out = tmp_path / "report.html"
     result = CliRunner().invoke(report, [str(run), "--format", "html", "-o", str(out)])
     assert result.exit_code == 0, result.output
@@ -556,7 +548,7 @@ def test_of_several_scenarios_the_nearest_to_a_driver_comes_first(tmp_path: Path
     builder.buffer(build.state(build.CMA))
     builder.register(build.state(build.CMA), build.state(build.OUT, 1025))
     builder.end()
-    content = build_report(load(write(tmp_path, builder.done())))
+    content = build_report(load(build.write(tmp_path, builder.done())))
     assert [finding.verdict for finding in content.findings][:2] == ["reproduced", "reproduced"]
     assert "process_vm_writev" in content.answer
     assert content.answer.endswith("(2 of 3 scenarios).")
