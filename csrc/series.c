@@ -11,7 +11,7 @@
 
 #define LINE_SIZE 2048
 
-/* Cells of the memory that the writers share; record.py has the reasons. */
+/* Cells of the memory that the writers share; record/writer.py has the reasons. */
 enum { STATE, PAIRS };
 enum { SEQ, SIZE };
 #define WRITING 2

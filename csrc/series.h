@@ -11,7 +11,7 @@
  * the cost of an interpreter between two calls would be most of what is measured.
  */
 
-/* An open record, as record.py's RecordWriter lays it out. */
+/* An open record, as record/writer.py's RecordWriter lays it out. */
 struct rr_record {
 	int fd;		  /* record.jsonl, O_APPEND */
 	int lock_fd;	  /* the writers' POSIX lock lies on it */
