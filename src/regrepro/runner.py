@@ -32,7 +32,8 @@ from regrepro.progress import Progress, Silent
 from regrepro.record import FILE_NAME, RecordProblem, RecordWriter
 from regrepro.scenario import Change, Instead, Library, Scenario, check_options
 from regrepro.stage import Stage, needs
-from regrepro.stage.backend import Backend, MemoryMap, System, Tracer, default_contract
+from regrepro.stage.ports import Backend, MemoryMap, Tracer
+from regrepro.stage.system import System, default_contract
 
 _PR_SET_PDEATHSIG = 1
 _OUTPUT_LIMIT = 8000
@@ -73,7 +74,7 @@ class Environment:
         import regrepro.core.pins
         import regrepro.core.verbs
         import regrepro.kernel.pagestate
-        import regrepro.stage.registrars  # noqa: F401
+        import regrepro.stage.rdma  # noqa: F401
 
     def node_facts(self) -> dict[str, Any]:
         from regrepro.kernel.node import node_facts
@@ -124,7 +125,7 @@ class Environment:
 
     def stand_ins(self, options: RunOptions) -> list[dict[str, str]]:
         """Return the stand-ins of CUDA and the registrar, for the header."""
-        from regrepro.stage.registrars import find_device, software_driver
+        from regrepro.stage.rdma import find_device, software_driver
 
         device, _ = find_device(options)
         pins = []

@@ -1,7 +1,7 @@
 """A shared file mapping whose second half may not be touched at all, registered for reading alone."""
 
 from regrepro import Stage, change, scenario
-from regrepro.stage.faults import _checked, _libc
+from regrepro.stage.faults.base import checked, libc
 
 
 @scenario(
@@ -14,6 +14,6 @@ def file_half_without_access(stage: Stage) -> None:
     """Register 8 pages of a file of which the last 4 are PROT_NONE."""
     buffer = stage.buffer(pages=8, backing="file")
     half = buffer.length // 2
-    _checked(_libc.mprotect(buffer.address + half, half, 0), "mprotect")
+    checked(libc.mprotect(buffer.address + half, half, 0), "mprotect")
     stage.register(buffer, access=("REMOTE_READ",)).deregister()
-    _checked(_libc.mprotect(buffer.address + half, half, 3), "mprotect")
+    checked(libc.mprotect(buffer.address + half, half, 3), "mprotect")

@@ -1,7 +1,7 @@
 """A range of two mappings, of which the second may not be touched."""
 
 from regrepro import Stage, change, scenario
-from regrepro.stage.faults import _checked, _libc
+from regrepro.stage.faults.base import checked, libc
 
 
 @scenario(
@@ -14,6 +14,6 @@ def no_access_behind_anonymous(stage: Stage) -> None:
     """Register 8 anonymous pages of which the last 4 are PROT_NONE."""
     buffer = stage.buffer(pages=8)
     half = buffer.length // 2
-    _checked(_libc.mprotect(buffer.address + half, half, 0), "mprotect")
+    checked(libc.mprotect(buffer.address + half, half, 0), "mprotect")
     stage.register(buffer).deregister()
-    _checked(_libc.mprotect(buffer.address + half, half, 3), "mprotect")
+    checked(libc.mprotect(buffer.address + half, half, 3), "mprotect")

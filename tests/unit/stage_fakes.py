@@ -14,8 +14,9 @@ from typing import Any
 import numpy
 
 from regrepro.errors import Unmet
+from regrepro.kernel.zones import Zone
 from regrepro.options import RunOptions
-from regrepro.stage.backend import PAGE_SIZE, PIN_OWNERS, Zone
+from regrepro.stage.ports import PAGE_SIZE, PIN_OWNERS
 
 CMA, UNKNOWN, ABSENT = 1, 254, 255
 _BASE = 1 << 40
@@ -111,8 +112,8 @@ class FakePin:
             self.machine.pins[one] -= 1
 
 
-class FakeRegistrar:
-    device, verb, verbs, stand_in, default_access = (
+class FakeDevice:
+    name, verb, verbs, stand_in, default_access = (
         "fake0",
         "ibv_reg_mr_iova2",
         ("ibv_reg_mr_iova2",),
@@ -127,13 +128,13 @@ class FakeRegistrar:
     def register(self, verb: str, address: int, length: int, **_: Any) -> Any:
         self.machine.move_out(address, length)
         self.open += 1
-        registrar = self
+        device = self
 
         class Region:
             lkey, rkey = 1, 2
 
             def deregister(self) -> None:
-                registrar.open -= 1
+                device.open -= 1
 
         return Region()
 
@@ -164,7 +165,7 @@ class FakeBackend:
         self.available = 1 << 34
         self.hidden = False
         self.refuse: dict[str, int] = {}
-        self._registrar = FakeRegistrar(self)
+        self._device = FakeDevice(self)
         self._next = _BASE
         self.snapshots = 0
         self.node: int | None = None
@@ -252,8 +253,8 @@ class FakeBackend:
     def why_no_cuda(self) -> str:
         return "there is none"
 
-    def registrar(self) -> FakeRegistrar:
-        return self._registrar
+    def device(self) -> FakeDevice:
+        return self._device
 
     def available_memory(self) -> int:
         return self.available - len(self.pages) * PAGE_SIZE

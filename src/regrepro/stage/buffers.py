@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from regrepro.errors import Unmet, UsageError
-from regrepro.stage.backend import PAGE_SIZE, Backend, Range, join
+from regrepro.stage.ports import PAGE_SIZE, Backend, Range, join
 from regrepro.stage.search import KINDS, Search, Wanted, consume_first
 
 if TYPE_CHECKING:
-    from regrepro.stage import Stage
+    from regrepro.stage.stage import Stage
 
 __all__ = ["BACKINGS", "Buffer", "Place", "Wanted", "consume_first", "make", "wanted"]
 

@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 from regrepro.errors import Unmet, UsageError, errno_name
 from regrepro.stage import buffers
-from regrepro.stage.backend import ORDINARY, PAGE_SIZE, UNPINNABLE, Backend, readable
 from regrepro.stage.buffers import Buffer, Place
 from regrepro.stage.pins import Pin, refusal_facts
-from regrepro.stage.registrars import find_device
+from regrepro.stage.ports import ORDINARY, PAGE_SIZE, UNPINNABLE, Backend, readable
+from regrepro.stage.rdma import find_device
 from regrepro.stage.search import Search, Wanted
 
 if TYPE_CHECKING:
-    from regrepro.stage import Stage
+    from regrepro.stage.stage import Stage
 
 PEER_MEMORY_MODULES = ("nvidia_peermem", "nv_peer_mem")
 _MODULES = Path("/sys/module")
@@ -609,20 +609,20 @@ def page_facts(state: Any) -> dict[str, Any]:
 
 def no_dmabuf(backend: Backend) -> str:
     """Return why a dma-buf of the GPU cannot be registered in this run; empty where it can be tried."""
-    device, why = find_device(backend.options)
-    if device is None:
+    name, why = find_device(backend.options)
+    if name is None:
         return why
-    registrar = backend.registrar()
-    if "ibv_reg_dmabuf_mr" not in registrar.verbs:
-        return f"{registrar.device} does not register by ibv_reg_dmabuf_mr"
+    device = backend.device()
+    if "ibv_reg_dmabuf_mr" not in device.verbs:
+        return f"{name} does not register by ibv_reg_dmabuf_mr"
     try:
         # As NCCL asks (ncclIbDmaBufSupport): a provider without it refuses before it looks at the descriptor.
-        registrar.register("ibv_reg_dmabuf_mr", 0, 0, iova=0, access=(), fd=-1)
+        device.register("ibv_reg_dmabuf_mr", 0, 0, iova=0, access=(), fd=-1)
     except OSError as error:
         if error.errno in (errnos.EOPNOTSUPP, errnos.EPROTONOSUPPORT, errnos.ENOSYS):
-            provider = registrar.stand_in or "its driver"
+            provider = device.stand_in or "its driver"
             return (
-                f"{device} has no dma-buf support: {provider} answers {errno_name(error.errno)} to "
+                f"{name} has no dma-buf support: {provider} answers {errno_name(error.errno)} to "
                 "ibv_reg_dmabuf_mr before it looks at the descriptor"
             )
     cuda = backend.cuda()

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable
 
 from regrepro.errors import Unmet
 from regrepro.scenario import KERNEL_NEED
-from regrepro.stage.backend import PAGE_SIZE, Backend, join, readable
-from regrepro.stage.registrars import find_device
+from regrepro.stage.ports import PAGE_SIZE, Backend, join, readable
+from regrepro.stage.rdma import find_device
 
 _COMPARE = {
     ">=": operator.ge,
@@ -77,21 +77,20 @@ def _has_place(need: str, memory: str, code: str, how: str) -> Callable[[Backend
     return check_place
 
 
-def _registrar(backend: Backend) -> None:
-    registrar = backend.registrar()
-    if registrar.device == "io_uring":
+def _device(backend: Backend) -> None:
+    if backend.device().name == "io_uring":
         _io_uring(backend)
 
 
 def _rdma(backend: Backend) -> None:
-    device, why = find_device(backend.options)
-    if device is None:
+    name, why = find_device(backend.options)
+    if name is None:
         raise Unmet(
             "rdma",
             why,
             "use a machine with an RDMA device, or make one: rdma link add rxe0 type rxe netdev DEV",
         )
-    backend.registrar()
+    backend.device()
 
 
 def _page_state(backend: Backend) -> None:
@@ -171,7 +170,7 @@ _CHECKS: dict[str, Callable[[Backend], None]] = {
         "movable-zone",
         "boot with movablecore=512M, or use --place online-movable",
     ),
-    "registrar": _registrar,
+    "registrar": _device,
     "rdma": _rdma,
     "cuda": _cuda,
     "dmabuf": _dmabuf,

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from regrepro.errors import Unmet
+from regrepro.kernel.zones import Zone
 from regrepro.options import format_size
-from regrepro.stage.backend import (
+from regrepro.stage.ports import (
     ORDINARY,
     PAGE_SIZE,
     UNKNOWN,
@@ -25,7 +26,6 @@ from regrepro.stage.backend import (
     Backend,
     PageState,
     Range,
-    Zone,
     join,
     readable,
 )

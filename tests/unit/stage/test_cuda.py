@@ -18,7 +18,7 @@ from regrepro.options import RunOptions
 from regrepro.record import RecordWriter, read_record
 from regrepro.scenario import Change
 from regrepro.stage import Stage, cuda_memory
-from regrepro.stage.backend import PAGE_SIZE
+from regrepro.stage.ports import PAGE_SIZE
 
 MIGRATED = {
     "status": "complete",
@@ -325,17 +325,17 @@ def test_why_no_dma_buf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert "--rdma-device none" in cuda_memory.no_dmabuf(backend)
     monkeypatch.setattr(cuda_memory, "find_device", lambda options: ("rxe0", ""))
 
-    class Registrar:
-        device, stand_in, verbs = "rxe0", "rdma_rxe", ("ibv_reg_dmabuf_mr",)
+    class Device:
+        name, stand_in, verbs = "rxe0", "rdma_rxe", ("ibv_reg_dmabuf_mr",)
         answer = errno.EOPNOTSUPP
 
         def register(self, *_: Any, **__: Any) -> Any:
             raise OSError(self.answer, "no")
 
-    registrar = Registrar()
-    backend._registrar = registrar
+    device = Device()
+    backend._device = device
     assert "rxe0 has no dma-buf support: rdma_rxe answers EOPNOTSUPP" in cuda_memory.no_dmabuf(backend)
-    registrar.answer = errno.EBADF
+    device.answer = errno.EBADF
     assert "no /dev/udmabuf" in cuda_memory.no_dmabuf(backend)
     backend.the_cuda.stand_in = None
     assert "DMA_BUF_SUPPORTED is 0" in cuda_memory.no_dmabuf(backend)

@@ -16,7 +16,7 @@ from regrepro.errors import Unmet, UsageError
 from regrepro.record import FILE_NAME, RecordWriter, read_record
 from regrepro.scenario import Change
 from regrepro.stage import Stage, own_pin
-from regrepro.stage.backend import PAGE_SIZE
+from regrepro.stage.ports import PAGE_SIZE
 
 ROOT = os.geteuid() == 0
 

@@ -12,11 +12,12 @@ from stage_fakes import CMA, FakeBackend, FakeMap
 
 from regrepro import judge, runner
 from regrepro.errors import Unmet
+from regrepro.kernel.zones import Zone
 from regrepro.options import RunOptions
 from regrepro.record import read_record
 from regrepro.stage import hugepages
-from regrepro.stage.backend import PAGE_SIZE, Zone
 from regrepro.stage.policy import measure
+from regrepro.stage.ports import PAGE_SIZE
 from regrepro.views.policy import points
 from unit.stage.test_stage import Bench
 from unit.test_runner import FakeEnvironment

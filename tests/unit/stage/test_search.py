@@ -11,8 +11,8 @@ from stage_fakes import CMA, FakeBackend, FakeState
 
 from regrepro.errors import Unmet
 from regrepro.options import RunOptions
-from regrepro.stage.backend import PAGE_SIZE
 from regrepro.stage.buffers import place_as_record, wanted
+from regrepro.stage.ports import PAGE_SIZE
 from regrepro.stage.search import Wanted
 from unit.stage.test_stage import Bench, places
 

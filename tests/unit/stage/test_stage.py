@@ -11,12 +11,14 @@ from stage_fakes import CMA, FakeBackend
 
 from regrepro.errors import Unmet, UsageError
 from regrepro.kernel import own_process
+from regrepro.kernel.zones import Zone
 from regrepro.options import RunOptions
 from regrepro.record import FILE_NAME, RecordWriter, read_record
 from regrepro.scenario import Change
 from regrepro.stage import Stage
-from regrepro.stage.backend import PAGE_SIZE, Zone, parse_cpu_list, parse_zoneinfo
 from regrepro.stage.buffers import consume_first
+from regrepro.stage.ports import PAGE_SIZE
+from regrepro.stage.system import parse_cpu_list
 
 
 class Bench:
@@ -84,7 +86,7 @@ def test_the_incident(bench: Bench) -> None:
     assert succeeded["pins"] == []
     assert places(succeeded, "after") == ["ordinary"] * 8
     assert bench.backend.ranges == []
-    assert bench.backend._registrar.open == 0
+    assert bench.backend._device.open == 0
 
 
 @pytest.mark.parametrize(
@@ -255,7 +257,7 @@ def test_two_pins_are_both_accounted_for(bench: Bench) -> None:
     buffer = bench.stage.buffer(pages=2, place="unpinnable")
     bench.stage.pin(buffer)
     second = bench.stage.pin(buffer, kind="get")
-    bench.backend._registrar.register = lambda *a, **k: (
+    bench.backend._device.register = lambda *a, **k: (
         second._held[0].release() or (_ for _ in ()).throw(OSError(errno.ENOMEM, ""))
     )
     bench.stage.register(buffer)
@@ -323,7 +325,7 @@ def test_a_transfer_that_fails_is_data(bench: Bench) -> None:
     assert bench.stage.transfer(bench.stage.register(bench.stage.buffer(pages=1))) is False
     [event] = bench.events("transfer")
     assert (event["errno"], event["intact"]) == ("ETIMEDOUT", False)
-    assert bench.backend._registrar.open == 1
+    assert bench.backend._device.open == 1
 
 
 def test_the_trace_goes_with_its_call(tmp_path: Path) -> None:
@@ -407,7 +409,7 @@ def test_what_the_kernel_counts_and_what_is_mapped_stand_beside_a_registration(
     succeeded = bench.events("register")[-1]
     assert succeeded["limits"] == {"vmpin": 8192, "vmlck": 4096}
     assert "mappings" not in succeeded
-    bench.backend._registrar.register = lambda *a, **k: (_ for _ in ()).throw(OSError(errno.EFAULT, ""))
+    bench.backend._device.register = lambda *a, **k: (_ for _ in ()).throw(OSError(errno.EFAULT, ""))
     bench.stage.register(buffer)
     refused = bench.events("register")[-1]
     assert refused["limits"] == {"vmpin": 8192, "vmlck": 4096, "vmpin_after": 12288}
@@ -423,7 +425,7 @@ def test_nothing_is_inferred_where_a_pin_is_held_or_the_registration_refused(ben
         assert bench.events("register")[-1][key]["refcount"][0][2] == 1025
         assert bench.events("register")[-1][key]["how"] == "observed"
     pin.release()
-    bench.backend._registrar.register = lambda *a, **k: (_ for _ in ()).throw(OSError(errno.ENOMEM, ""))
+    bench.backend._device.register = lambda *a, **k: (_ for _ in ()).throw(OSError(errno.ENOMEM, ""))
     bench.stage.register(buffer)
     assert bench.events("register")[-1]["after"]["refcount"] is not None
     assert bench.events("register")[-1]["after"]["how"] == "observed"
@@ -444,7 +446,7 @@ def test_what_a_refused_range_is_mapped_to(bench: Bench) -> None:
     """It is read when the call has returned; a success need not pay for it."""
     buffer, other = bench.stage.buffer(pages=2), bench.stage.buffer(pages=1)
     bench.stage.register(buffer).deregister()
-    bench.backend._registrar.register = lambda *a, **k: (_ for _ in ()).throw(OSError(errno.EFAULT, ""))
+    bench.backend._device.register = lambda *a, **k: (_ for _ in ()).throw(OSError(errno.EFAULT, ""))
     bench.stage.register(buffer)
     bench.stage.register(buffer, length=other.address + other.length - buffer.address)
     bench.stage.register(buffer, address=1 << 20, length=1)
@@ -469,21 +471,8 @@ def test_without_the_kernels_counters_everything_is_read(
 # What the counters say
 
 
-def test_zoneinfo() -> None:
-    zones = parse_zoneinfo(
-        "Node 0, zone   Normal\n  pages free     100\n        low      10\n        present  500\n"
-        "        managed  450\n      nr_free_cma  40\nNode 1, zone  Movable\n  pages free     7\n"
-    )
-    assert [(zone.node, zone.name, zone.free, zone.free_cma, zone.low) for zone in zones] == [
-        (0, "Normal", 100, 40, 10),
-        (1, "Movable", 7, 0, 0),
-    ]
-
-
 def zone(node: int, name: str, free: int, free_cma: int = 0) -> Zone:
-    made = Zone(node, name)
-    made.free, made.free_cma = free, free_cma
-    return made
+    return Zone(node, name, free=free, free_cma=free_cma)
 
 
 def test_what_is_handed_out_before_unpinnable_memory() -> None:
@@ -500,17 +489,17 @@ def test_cpu_list() -> None:
     assert parse_cpu_list("\n") == set()
 
 
-def test_a_series_by_a_registrar_without_one_of_its_own(bench: Bench) -> None:
+def test_a_series_by_a_device_without_one_of_its_own(bench: Bench) -> None:
     stage = bench.stage
     buffer = stage.buffer(pages=4)
     series = stage.register_many(buffer, 6, length=PAGE_SIZE, keep=True)
     assert series
-    registrar = bench.backend.registrar()
+    device = bench.backend.device()
     assert (series.succeeded, series.errno, series.refused) == (6, None, None)
-    assert registrar.open == 6
+    assert device.open == 6
     series.deregister()
     series.deregister()
-    assert registrar.open == 0
+    assert device.open == 0
     assert [event["number"] for event in bench.events("registered")] == [1, 2, 3, 4, 5]
     assert [event["address"] - buffer.address for event in bench.events("registered")] == [
         PAGE_SIZE * number for number in (1, 2, 3, 0, 1)
@@ -537,7 +526,7 @@ def test_a_refusal_in_a_series_is_tried_again_in_full(bench: Bench) -> None:
     (end,) = bench.events("register-many")
     assert (end["succeeded"], end["errno"], end["count"]) == (2, "ENOMEM", 4)
     stage.finish()
-    assert bench.backend.registrar().open == 0
+    assert bench.backend.device().open == 0
 
 
 def test_a_series_whose_first_is_refused(bench: Bench) -> None:

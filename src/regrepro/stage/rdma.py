@@ -1,5 +1,5 @@
-"""Who registers memory: an RDMA device by libibverbs, pyverbs as a second opinion, or io_uring where there is
-none.
+"""What registers memory: an RDMA device by libibverbs, pyverbs as a second opinion, or io_uring where there
+is no device.
 
 Each asks the kernel for a `FOLL_LONGTERM` pin of the range, which is what an MR needs.
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 from regrepro.errors import RegreproError, Unmet
 from regrepro.options import RunOptions
-from regrepro.stage.backend import MemoryRegion, Registrar
+from regrepro.stage.ports import Device, MemoryRegion
 
 VERBS = ("ibv_reg_mr_iova2", "ibv_reg_mr", "ibv_reg_dmabuf_mr", "pyverbs.MR")
 
@@ -67,14 +67,14 @@ def _active(device: str) -> bool:
     return False
 
 
-def open_registrar(options: RunOptions) -> Registrar:
-    """Open the registrar that the options and the machine give. Raises `Unmet`."""
+def open_device(options: RunOptions) -> Device:
+    """Open what the options and the machine give to register with. Raises `Unmet`."""
     device, why = find_device(options)
     if device is not None:
-        return VerbsRegistrar(device, options)
+        return VerbsDevice(device, options)
     if options.rdma_device not in ("auto", "none"):
         raise Unmet("rdma", why, "name a device that `ibv_devices` shows, or leave --rdma-device out")
-    return IoUringRegistrar(why)
+    return IoUringDevice(why)
 
 
 class _VerbsRegion:
@@ -93,7 +93,7 @@ class _VerbsRegion:
         self._region.dereg()
 
 
-class VerbsRegistrar:
+class VerbsDevice:
     """An RDMA device and one protection domain on it."""
 
     verb = "ibv_reg_mr_iova2"
@@ -103,7 +103,7 @@ class VerbsRegistrar:
     def __init__(self, device: str, options: RunOptions) -> None:
         from regrepro.core import verbs
 
-        self.device = device
+        self.name = device
         self.stand_in = software_driver(device)
         self._options = options
         self._access_bits = verbs.access_bits
@@ -129,7 +129,7 @@ class VerbsRegistrar:
             return _VerbsRegion(self._pd.reg_mr(address, length, bits))
         if verb == "ibv_reg_dmabuf_mr":
             return _VerbsRegion(self._pd.reg_dmabuf_mr(-1 if fd is None else fd, 0, length, iova, bits))
-        return _VerbsRegion(self._second_registrar().reg_mr(address, length, bits))
+        return _VerbsRegion(self._second_opinion().reg_mr(address, length, bits))
 
     def register_series(
         self, address: int, length: int, *, access: tuple[str, ...], kept: Any, keep: bool, **rest: Any
@@ -143,13 +143,13 @@ class VerbsRegistrar:
         bits = self._access_bits(access)
         return kept, self._pd.register_series(address, length, access=bits, kept=kept, **rest)
 
-    def _second_registrar(self) -> Any:
+    def _second_opinion(self) -> Any:
         """Return pyverbs on this device: an errno that it gets, too, is not our core's own doing."""
         if self._pyverbs is None:
             from regrepro.core import pyverbs_registrar
 
             try:
-                self._pyverbs = pyverbs_registrar.PyverbsRegistrar(self.device)
+                self._pyverbs = pyverbs_registrar.PyverbsRegistrar(self.name)
             except (OSError, RegreproError) as error:
                 raise Unmet(
                     "pyverbs",
@@ -187,10 +187,10 @@ class _FixedBuffer:
         self._idle.append(self._ring)
 
 
-class IoUringRegistrar:
+class IoUringDevice:
     """io_uring's fixed buffers: the kernel takes the same `FOLL_WRITE|FOLL_LONGTERM` pin as for an MR."""
 
-    device = "io_uring"
+    name = "io_uring"
     verb = "io_uring_register_buffers"
     verbs: tuple[str, ...] = ("io_uring_register_buffers",)
     stand_in: str | None = "io-uring"
