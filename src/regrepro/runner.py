@@ -172,6 +172,12 @@ class Pass:
     body: Scenario
     change: Change | None
 
+    @property
+    def labels(self) -> dict[str, Any]:
+        """What every event of it bears."""
+        scenario = self.scenario
+        return {"scenario": scenario.function, "variant": scenario.variant, "control": self.control}
+
     def contract(self, options: RunOptions) -> str:
         """Return what the pin of this pass promises."""
         if self.change is not None and self.change.variable == "pin":
@@ -184,7 +190,7 @@ def passes(scenario: Scenario, library: Library) -> Iterator[Pass]:
     yield Pass(scenario, None, scenario, None)
     for name, control in scenario.controls.items():
         if isinstance(control, Instead):
-            yield Pass(scenario, name, library.by_name(control.scenario, beside=scenario), None)
+            yield Pass(scenario, name, library.control(control, beside=scenario), None)
         else:
             yield Pass(scenario, name, scenario, control)
 
@@ -394,7 +400,7 @@ class _Run:
     def _pass(self, one: Pass, backend: Backend) -> tuple[str, float]:
         """Run one pass in a child; return its outcome and seconds."""
         writer = self._writer
-        labels = {"scenario": one.scenario.name, "variant": "default", "control": one.control}
+        labels = one.labels
         timeout = self._options.timeout or one.body.timeout
         status = mmap.mmap(-1, mmap.PAGESIZE)
         output = os.memfd_create("regrepro-output", os.MFD_CLOEXEC)
@@ -418,7 +424,7 @@ class _Run:
                 "scenario-begin",
                 **labels,
                 file=one.body.file,
-                body=one.body.name,
+                body=one.body.function,
                 declared=declared,
                 contract=one.contract(self._options),
                 change=str(one.change) if one.change else None,
@@ -596,12 +602,12 @@ class _Run:
     def _body(self, one: Pass, backend: Backend) -> int:
         """Check the needs, run the body, and record what became of it."""
         writer = self._writer
-        labels = {"scenario": one.scenario.name, "variant": "default", "control": one.control}
+        labels = one.labels
         stage = Stage(
             backend,
             writer,
-            scenario=one.scenario.name,
-            control=one.control,
+            **labels,
+            body_variant=one.body.variant,
             change=one.change,
             tracer=self._tracer,
             trace_status=self._trace_status,

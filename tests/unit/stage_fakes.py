@@ -9,13 +9,16 @@ import errno
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy
 
-from regrepro.errors import Unmet
 from regrepro.kernel.zones import Zone
 from regrepro.options import RunOptions
+from regrepro.record import FILE_NAME, RecordWriter, read_record
+from regrepro.scenario import Change
+from regrepro.stage import Stage
 from regrepro.stage.ports import PAGE_SIZE, PIN_OWNERS
 
 CMA, UNKNOWN, ABSENT = 1, 254, 255
@@ -288,4 +291,21 @@ class FakeBackend:
     def close(self) -> None: ...
 
 
-__all__ = ["FakeBackend", "FakeMap", "Unmet"]
+class Bench:
+    """A stage, and the record that it writes."""
+
+    def __init__(
+        self, path: Path, backend: FakeBackend, change: Change | None = None, tracer: Any = None
+    ) -> None:
+        self.backend = backend
+        self.writer = RecordWriter(path / FILE_NAME, {})
+        self.stage = Stage(backend, self.writer, scenario="s", change=change, tracer=tracer)
+
+    def events(self, *types: str) -> list[dict[str, Any]]:
+        return [
+            event for event in read_record(self.writer.path).events if not types or event["event"] in types
+        ]
+
+
+def places(event: dict[str, Any], key: str = "pages") -> list[str]:
+    return [place for _, count, place in event[key]["place"] for _ in range(count)]

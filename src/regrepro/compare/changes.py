@@ -16,6 +16,7 @@ from typing import Any
 from regrepro.compare.facts import Difference, differences
 from regrepro.errors import EXIT_DECIDED, EXIT_REPRODUCED, EXIT_UNDECIDED
 from regrepro.judge import questions
+from regrepro.judge.names import names_of
 from regrepro.judge.questions import ASIDE, SILENT, UNDECIDED, Standing, standing
 
 SCHEMA = "regrepro.comparison/1"
@@ -141,7 +142,7 @@ def compare(
     facts = differences(before_header, after_header)
     one, other = _by_name(before_verdicts), _by_name(after_verdicts)
     names = [*one, *(name for name in other if name not in one)]
-    changes = [_change(name, one.get(name), other.get(name), facts, asked) for name in names]
+    changes = [_change(one.get(name), other.get(name), facts, asked) for name in names]
     problems = [f"before: {text}" for text in before_verdicts.get("problems", [])]
     problems += [f"after: {text}" for text in after_verdicts.get("problems", [])]
     lacks = []
@@ -163,11 +164,9 @@ def exit_code(comparison: Comparison) -> int:
     return EXIT_DECIDED
 
 
-def _by_name(verdicts: Mapping[str, Any]) -> dict[tuple[str, str], Mapping[str, Any]]:
-    return {
-        (str(item.get("scenario")), str(item.get("variant", "default"))): item
-        for item in verdicts.get("verdicts", [])
-    }
+def _by_name(verdicts: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Return verdicts by the last of their names, which a variant shares with a scenario that was one."""
+    return {names_of(item)[-1]: item for item in verdicts.get("verdicts", [])}
 
 
 def ground(item: Mapping[str, Any]) -> str:
@@ -183,13 +182,13 @@ def family(item: Mapping[str, Any]) -> str:
 
 
 def _change(
-    name: tuple[str, str],
     before: Mapping[str, Any] | None,
     after: Mapping[str, Any] | None,
     facts: Sequence[Difference],
     asked: _Asked,
 ) -> Change:
-    scenario, variant = name
+    item = after or before or {}
+    scenario, variant = str(item.get("scenario")), str(item.get("variant", "default"))
 
     def make(
         direction: str,
@@ -205,7 +204,7 @@ def _change(
         side = "before" if before is None else "after"
         return make("cannot-tell", False, f"it did not run {side}")
     stands = asked.standings(before, after)
-    silence = _silence(scenario, stands, (before, after), asked)
+    silence = _silence(stands, (before, after), asked)
     if silence is not None:
         direction, reason, counts = silence
         return make(direction, False, reason, counts=counts)
@@ -245,7 +244,6 @@ def _change(
 
 
 def _silence(
-    scenario: str,
     stands: tuple[Standing, Standing],
     items: tuple[Mapping[str, Any], Mapping[str, Any]],
     asked: _Asked,
@@ -262,7 +260,8 @@ def _silence(
         return "cannot-tell", "; ".join(undecided), True
     if not states & {ASIDE, SILENT}:
         return None
-    needed = scenario in asked.require or any(one.need in asked.require for one in stands)
+    told = {name for item in items for name in names_of(item)} | {one.need for one in stands}
+    needed = not told.isdisjoint(asked.require)
     if states <= {ASIDE, SILENT}:
         whys = "; ".join(dict.fromkeys(one.why for one in stands))
         if needed:

@@ -96,6 +96,7 @@ class Stage:
         scenario: str,
         variant: str = "default",
         control: str | None = None,
+        body_variant: str = "",
         change: Change | None = None,
         tracer: Tracer | None = None,
         trace_status: dict[str, Any] | None = None,
@@ -105,6 +106,7 @@ class Stage:
         self.page_size = PAGE_SIZE
         self._writer = writer
         self._labels = {"scenario": scenario, "variant": variant, "control": control}
+        self._body_variant = body_variant  # another one's, in a control that is another scenario
         self._change = change
         self._options = dict(options or {})
         self._tracer = tracer
@@ -143,6 +145,11 @@ class Stage:
     def control(self) -> str | None:
         """The name of the control that this pass is, None in the scenario itself."""
         return self._labels["control"]
+
+    @property
+    def variant(self) -> str:
+        """The name of the variant whose body runs; `default` where the scenario has none."""
+        return self._body_variant or str(self._labels["variant"])
 
     def option(self, name: str) -> Any:
         """Return the value of one of the scenario's own options: its default, or what `--option` says."""

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stage_fakes import CMA, FakeBackend, FakeMap
+from runner_fakes import FakeEnvironment
+from stage_fakes import CMA, Bench, FakeBackend, FakeMap
 
 from regrepro import judge, runner
 from regrepro.errors import Unmet
@@ -19,8 +20,6 @@ from regrepro.stage import hugepages
 from regrepro.stage.policy import measure
 from regrepro.stage.ports import PAGE_SIZE
 from regrepro.views.policy import points
-from unit.stage.test_stage import Bench
-from unit.test_runner import FakeEnvironment
 
 CHUNK = 16 * PAGE_SIZE
 

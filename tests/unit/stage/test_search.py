@@ -7,14 +7,13 @@ from typing import Any
 
 import numpy
 import pytest
-from stage_fakes import CMA, FakeBackend, FakeState
+from stage_fakes import CMA, Bench, FakeBackend, FakeState, places
 
 from regrepro.errors import Unmet
 from regrepro.options import RunOptions
 from regrepro.stage.buffers import place_as_record, wanted
 from regrepro.stage.ports import PAGE_SIZE
 from regrepro.stage.search import Wanted
-from unit.stage.test_stage import Bench, places
 
 MOVABLE = 3
 PRESSURE = RunOptions(place="pressure", pressure_limit=1 << 30)

@@ -7,43 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stage_fakes import CMA, FakeBackend
+from stage_fakes import CMA, Bench, FakeBackend, places
 
 from regrepro.errors import Unmet, UsageError
 from regrepro.kernel import own_process
 from regrepro.kernel.zones import Zone
 from regrepro.options import RunOptions
-from regrepro.record import FILE_NAME, RecordWriter, read_record
 from regrepro.scenario import Change
-from regrepro.stage import Stage
 from regrepro.stage.buffers import consume_first
 from regrepro.stage.ports import PAGE_SIZE
 from regrepro.stage.system import parse_cpu_list
 
 
-class Bench:
-    """A stage, and the record that it writes."""
-
-    def __init__(
-        self, path: Path, backend: FakeBackend, change: Change | None = None, tracer: Any = None
-    ) -> None:
-        self.backend = backend
-        self.writer = RecordWriter(path / FILE_NAME, {})
-        self.stage = Stage(backend, self.writer, scenario="s", change=change, tracer=tracer)
-
-    def events(self, *types: str) -> list[dict[str, Any]]:
-        return [
-            event for event in read_record(self.writer.path).events if not types or event["event"] in types
-        ]
-
-
 @pytest.fixture
 def bench(tmp_path: Path) -> Bench:
     return Bench(tmp_path, FakeBackend())
-
-
-def places(event: dict[str, Any], key: str = "pages") -> list[str]:
-    return [place for _, count, place in event[key]["place"] for _ in range(count)]
 
 
 # The incident, as the shipped scenario does it

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from runner_fakes import FakeEnvironment, run, scenario
 
 from regrepro import runner
 from regrepro.record import Record
-from unit.test_runner import FakeEnvironment, run, scenario
 
 TWO = scenario("pass", name="first") + scenario("pass", name="second")
 

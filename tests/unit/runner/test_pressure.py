@@ -6,13 +6,13 @@ import mmap
 from pathlib import Path
 
 import pytest
+from runner_fakes import HEAD, FakeEnvironment, scenario
 
 from regrepro import runner
 from regrepro.errors import Unmet
 from regrepro.options import RunOptions
 from regrepro.progress import Silent
 from regrepro.record import Record, read_record
-from unit.test_runner import HEAD, FakeEnvironment, scenario
 
 OPTIONS = RunOptions(place="pressure", pressure_limit=1 << 30)
 

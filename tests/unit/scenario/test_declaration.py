@@ -1,57 +1,18 @@
-"""Scenario files: what a declaration holds, and one line with file, line and remedy for every mistake."""
+"""Declarations: what one holds, its variants, and one line with file, line and remedy for every mistake."""
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 
 import pytest
+from scenario_files import GOOD, load, mistake
 
-from regrepro.errors import UsageError
-from regrepro.scenario import (
-    CONTRACTS,
-    Library,
-    ScenarioFileError,
-    in_words,
-    load_file,
-    shipped_files,
-)
-
-GOOD = '''from regrepro import Stage, change, scenario
-
-
-@scenario(
-    shows="section 13",
-    needs=("root", "kernel>=5.13"),
-    expects={"pin": "reproduced", "longterm": "not-reproduced"},
-    controls={"no-pin": change(pin="none")},
-    profiles=("default", "node"),
-    timeout=30,
-)
-def mine(stage: Stage) -> None:
-    """Do as the README says."""
-    stage.note("hello")
-'''
-
-
-def load(tmp_path: Path, text: str) -> object:
-    file = tmp_path / "file.py"
-    file.write_text(text)
-    return load_file(file)
-
-
-def mistake(tmp_path: Path, text: str) -> ScenarioFileError:
-    with pytest.raises(ScenarioFileError) as caught:
-        load(tmp_path, text)
-    assert "\n" not in str(caught.value)
-    assert str(caught.value).startswith(str(tmp_path / "file.py"))
-    assert caught.value.exit_code == 2
-    return caught.value
+from regrepro.scenario import in_words, needs_by_name
 
 
 def test_a_good_file(tmp_path: Path) -> None:
-    [one] = load(tmp_path, GOOD)  # type: ignore[misc]
+    [one] = load(tmp_path, GOOD)
     assert one.name == "mine"
     assert one.summary == "Do as the README says."
     assert one.needs == ("root", "kernel>=5.13")
@@ -63,7 +24,7 @@ def test_a_good_file(tmp_path: Path) -> None:
 
 def test_the_contract_of_a_scenario_with_its_own_kind(tmp_path: Path) -> None:
     text = GOOD.replace('{"pin": "reproduced", "longterm": "not-reproduced"}', '{"get": "reproduced"}')
-    [one] = load(tmp_path, text)  # type: ignore[misc]
+    [one] = load(tmp_path, text)
     assert one.contract("pin") == "get"
 
 
@@ -133,100 +94,6 @@ def test_the_same_name_twice(tmp_path: Path) -> None:
     assert "second time (first in line 4)" in str(error)
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("", "is empty"),
-        ("  \n\n", "is empty"),
-        ("x = 1\n", "holds no scenario"),
-        ("from regrepro import scenario\n", "holds no scenario"),
-        ("x = 1\0\n", "null bytes"),
-    ],
-)
-def test_files_without_a_scenario(tmp_path: Path, text: str, says: str) -> None:
-    assert says in str(mistake(tmp_path, text))
-
-
-def test_bytes_that_are_no_text(tmp_path: Path) -> None:
-    file = tmp_path / "file.py"
-    file.write_bytes(b"\x80\x81\xff = 1\n")
-    with pytest.raises(ScenarioFileError):
-        load_file(file)
-
-
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(ScenarioFileError, match="No such file"):
-        load_file(tmp_path / "missing.py")
-    with pytest.raises(ScenarioFileError, match="Is a directory"):
-        load_file(tmp_path)
-    secret = tmp_path / "secret.py"
-    secret.write_text(GOOD)
-    secret.chmod(0)
-    if os.geteuid() != 0:
-        with pytest.raises(ScenarioFileError, match="Permission denied"):
-            load_file(secret)
-
-
-def test_a_mistake_leaves_nothing_for_the_next_file(tmp_path: Path) -> None:
-    mistake(tmp_path, GOOD + "\n1 / 0\n")
-    [one] = load(tmp_path, GOOD)  # type: ignore[misc]
-    assert one.name == "mine"
-
-
-def test_imported_scenarios_are_not_the_files_own(tmp_path: Path) -> None:
-    other = tmp_path / "other.py"
-    other.write_text(GOOD)
-    text = (
-        GOOD.replace("mine", "ours")
-        + f"\nfrom regrepro.scenario import load_file\nload_file({str(other)!r})\n"
-    )
-    [one] = load(tmp_path, text)  # type: ignore[misc]
-    assert one.name == "ours"
-
-
-# The library
-
-
-def test_unknown_names(tmp_path: Path) -> None:
-    with pytest.raises(
-        UsageError, match=r"unknown scenario 'pin_then_registr'.*did you mean 'pin_then_register'"
-    ):
-        Library().select(["pin_then_registr"], "default")
-    file = tmp_path / "mine.py"
-    file.write_text(GOOD)
-    with pytest.raises(UsageError, match=r"holds no scenario 'mien'.*did you mean 'mine'"):
-        Library().select([f"{file}:mien"], "default")
-    with pytest.raises(UsageError, match="is a directory"):
-        Library().select([f"{tmp_path}/"], "default")
-    with pytest.raises(ScenarioFileError, match="No such file"):
-        Library().select(["missing.py"], "default")
-
-
-def test_files_and_names_together(tmp_path: Path) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text(GOOD)
-    chosen = Library().select([str(file), "no_pin", f"{file}:mine", f"{file}::mine"], "default")
-    assert [item.name for item in chosen] == ["mine", "no_pin"]
-
-
-def test_two_of_one_name_cannot_share_a_record(tmp_path: Path) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text(GOOD.replace("mine", "no_pin"))
-    with pytest.raises(UsageError, match="two scenarios have the name no_pin"):
-        Library().select([str(file), "no_pin"], "default")
-
-
-def test_a_control_that_names_no_scenario(tmp_path: Path) -> None:
-    file = tmp_path / "mine.py"
-    text = GOOD.replace("change, scenario", "instead, scenario")
-    file.write_text(text.replace('change(pin="none")', 'instead("no_pni")'))
-    with pytest.raises(ScenarioFileError, match=r"mine\.py:4: .*did you mean 'no_pin'"):
-        Library().select([str(file)], "default")
-    file.write_text(text.replace('change(pin="none")', 'instead("mine")'))
-    with pytest.raises(ScenarioFileError, match="is the scenario itself"):
-        Library().select([str(file)], "default")
-
-
 # What is expected
 
 
@@ -237,7 +104,7 @@ def test_what_is_expected_may_depend_on_the_kernel(tmp_path: Path) -> None:
         "longterm": {"verdict": "other-failure", "layer": "unknown", "errno": "ENOMEM"},
     }"""
     text = GOOD.replace('{"pin": "reproduced", "longterm": "not-reproduced"}', expects)
-    [item] = load(tmp_path, text)  # type: ignore[misc]
+    [item] = load(tmp_path, text)
     assert item.declared()["expects"]["pin"]["kernel<6.5"] == "not-reproduced"
     assert in_words(item.expects["pin"]) == (
         "other-failure (mkey/device) (kernel>=6.5) or not-reproduced (kernel<6.5)"
@@ -264,26 +131,75 @@ def test_what_cannot_be_expected_is_said(tmp_path: Path, expected: str, says: st
     assert says in str(mistake(tmp_path, text))
 
 
-# The shipped ones
+# Variants
+
+VARIANTS = GOOD.replace(
+    "    timeout=30,\n",
+    """    timeout=30,
+    tags=("mine",),
+    variants={
+        "small": {},
+        "on_disk": {
+            "needs": ("lab",),
+            "expects": {"pin": {"verdict": "other-failure", "layer": "mkey"}},
+            "controls": {"ordinary": change(place="ordinary")},
+            "options": {"pages": 8},
+            "tags": (),
+        },
+    },
+""",
+)
 
 
-def test_the_shipped_scenarios_load() -> None:
-    library = Library()
-    names = {item.name for item in library.shipped()}
-    assert {
-        "pin_then_register",
-        "register_then_pin",
-        "no_pin",
-        "longterm_pin_then_register",
-        "get_reference_then_register",
-        "one_page_of_many",
-        "release_and_retry",
-    } <= names
-    for item in library.shipped():
-        assert set(item.expects) <= set(CONTRACTS)
-        assert library.select([item.name], "default") == [item]
+def test_a_variant_is_a_scenario_that_differs_in_what_it_says(tmp_path: Path) -> None:
+    small, on_disk = load(tmp_path, VARIANTS)
+    assert [(one.name, one.names[-1], one.function, one.variant) for one in (small, on_disk)] == [
+        ("mine[small]", "mine_small", "mine", "small"),
+        ("mine[on_disk]", "mine_on_disk", "mine", "on_disk"),
+    ]
+    assert (small.needs, small.tags) == (("root", "kernel>=5.13"), ("mine",))
+    assert small.expects["pin"] == "reproduced"
+    assert small.declared()["tags"] == ["mine"]
+    assert (on_disk.needs, on_disk.tags, on_disk.timeout) == (("lab",), (), 30)
+    assert on_disk.declared()["expects"] == {"pin": {"verdict": "other-failure", "layer": "mkey"}}
+    assert on_disk.declared()["controls"] == {"ordinary": "place=ordinary"}
+    assert needs_by_name([small, on_disk]) == {
+        "mine[small]": small.needs,
+        "mine_small": small.needs,
+        "mine[on_disk]": ("lab",),
+        "mine_on_disk": ("lab",),
+        "mine": (*small.needs, "lab"),
+    }
 
 
-def test_each_shipped_file_bears_the_name_of_a_scenario_in_it() -> None:
-    for file in shipped_files():
-        assert file.stem in {item.name for item in load_file(file)}
+@pytest.mark.parametrize("owner", ["", "mine.", "mine_on_disk.", "mine[on_disk]."])
+def test_an_option_of_a_variant_is_set_by_each_of_its_names(tmp_path: Path, owner: str) -> None:
+    small, on_disk = load(tmp_path, VARIANTS)
+    given = f"{owner}pages=3"
+    assert (small.option_values([given]), on_disk.option_values([given])) == ({}, {"pages": 3})
+    assert on_disk.option_values(["mine_small.pages=3"]) == {"pages": 8}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "says"),
+    [
+        ('"small": {}', '"small": None', 12, "variant small is no mapping"),
+        ('"small"', '"Small-one"', 12, "'Small-one' is no name for a variant"),
+        ('"small"', '"default"', 12, "'default' is no name for a variant"),
+        ('("lab",)', '("lob",)', 12, "mine[on_disk]: unknown need 'lob'; did you mean 'lab'?"),
+        ('"options"', '"optiosn"', 12, "did you mean 'options'?"),
+        ('"options": {"pages": 8}', '"variants": {"x": {}}', 12, "@scenario knows no 'variants'"),
+        ("timeout=30", "timeout=0", 10, "mine[small]: timeout=0 is no time"),
+        ('tags=("mine",)', 'tags="mine"', 11, "tags is no list of words"),
+    ],
+)
+def test_mistakes_in_variants(tmp_path: Path, old: str, new: str, line: int, says: str) -> None:
+    assert old in VARIANTS
+    error = mistake(tmp_path, VARIANTS.replace(old, new, 1))
+    assert says in str(error)
+    assert error.line == line
+
+
+def test_no_variants_at_all(tmp_path: Path) -> None:
+    text = GOOD.replace("timeout=30", "variants={}")
+    assert "variants names none" in str(mistake(tmp_path, text))

@@ -6,126 +6,20 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from stage_fakes import FakeBackend
+import runner_fakes
+from runner_fakes import HEAD, FakeEnvironment, ends, run, scenario
 
 from regrepro import runner
-from regrepro.errors import EnvironmentProblem, Unmet, UsageError
+from regrepro.errors import EnvironmentProblem, UsageError
 from regrepro.judge import judge_record
 from regrepro.options import RunOptions
 from regrepro.record import FILE_NAME, Record, read_record
 from regrepro.scenario import Library, ScenarioFileError
-
-HEAD = "import os, signal, sys, time\nfrom regrepro import Stage, change, instead, scenario\n"
-SCENARIO = '''
-@scenario(
-    shows="a test",
-    needs={needs},
-    expects={{"pin": "reproduced"}},
-    controls={controls},
-    timeout={timeout},
-)
-def {name}(stage: Stage) -> None:
-    """A test."""
-{body}
-'''
-
-
-def scenario(
-    body: str,
-    *,
-    name: str = "mine",
-    needs: str = "()",
-    controls: str = '{"no-pin": change(pin="none")}',
-    timeout: float = 20,
-) -> str:
-    return SCENARIO.format(
-        body=textwrap.indent(textwrap.dedent(body).strip(), "    "),
-        name=name,
-        needs=needs,
-        controls=controls,
-        timeout=timeout,
-    )
-
-
-class FakeEnvironment(runner.Environment):
-    """A machine of numbers; journals what it is asked for."""
-
-    def __init__(self) -> None:
-        self.in_lab = False
-        self.made_backend = FakeBackend()
-        self.order: list[str] = []
-        self.block: Any = None
-
-    def preload(self) -> None: ...
-
-    def node_facts(self) -> dict[str, Any]:
-        return {"hostname": "fake"}
-
-    def reclaim(self) -> list[str]:
-        return ["a memory block"]
-
-    def journal(self) -> Any:
-        class Journal:
-            def add(self, kind: str, **data: Any) -> Any:
-                return (kind, data)
-
-            def remove(self, entry: Any) -> None: ...
-
-        return Journal()
-
-    def memory_map(self) -> Any:
-        return self.made_backend.memory_map
-
-    def block_events(self) -> Any:
-        class NoEvents:
-            def count(self) -> int:
-                return 0
-
-            def close(self) -> None: ...
-
-        return NoEvents()
-
-    def online_movable(self, journal: Any, memory_map: Any, report: Any) -> Any:
-        step = {"block": 7, "range": [1000, 2000], "errno": None}
-        if self.block is None:
-            report({**step, "step": "failed", "errno": "EBUSY"})
-            raise Unmet("online-movable", "no block can be offlined", "free memory")
-        self.block.report = lambda: report({**step, "step": "given-back"})
-        report({**step, "step": "online_movable"})
-        return self.block
-
-    def tracer(self, journal: Any) -> Any:
-        raise OSError("no tracefs here")
-
-    def reservations(self, given: Any) -> list[dict[str, Any]]:
-        """As of a kernel that knows none of what `--boot` gave."""
-        keys = {"wanted": None, "got": None, "ok": False, "why": "not known", "kernel_lines": []}
-        return [{"argument": argument, **keys} for argument in given]
-
-    def stand_ins(self, options: RunOptions) -> list[dict[str, str]]:
-        return []
-
-    def backend(self, options: RunOptions, memory_map: Any) -> Any:
-        return self.made_backend
-
-
-def run(tmp_path: Path, text: str, **keys: Any) -> Record:
-    file = tmp_path / "file.py"
-    file.write_text(HEAD + text)
-    options = keys.pop("options", RunOptions())
-    keys.setdefault("environment", FakeEnvironment())
-    runner.run([str(file)], options, tmp_path / "out", **keys)
-    return read_record(tmp_path / "out")
-
-
-def ends(record: Record) -> dict[str | None, dict[str, Any]]:
-    return {event["control"]: event for event in record.of("scenario-end")}
 
 
 def test_a_run(tmp_path: Path) -> None:
@@ -373,16 +267,53 @@ def test_another_scenario_as_control(tmp_path: Path) -> None:
     ]
 
 
+def test_each_variant_is_judged_by_itself(tmp_path: Path) -> None:
+    text = scenario(
+        """
+        stage.step("ran", by=stage.variant)
+        buffer = stage.buffer(pages=2, place="unpinnable")
+        stage.pin(buffer)
+        stage.register(buffer)
+        """
+    ).replace(
+        "    timeout=",
+        """    variants={
+        "alone": {"controls": {"no-pin": change(pin="none"), "ordinary": change(place="ordinary")}},
+        "unmet": {"needs": ("lab",)},
+        "by_another": {"controls": {"other": instead("mine[alone]")}},
+    },
+    timeout=""",
+    )
+    record = run(tmp_path, text)
+    assert record.header["run"]["names"] == ["mine[alone]", "mine[unmet]", "mine[by_another]"]
+    steps = [(event["variant"], event["control"], event["by"]) for event in record.of("step")]
+    assert steps == [
+        ("alone", None, "alone"),
+        ("alone", "no-pin", "alone"),
+        ("alone", "ordinary", "alone"),
+        ("by_another", None, "by_another"),
+        ("by_another", "other", "alone"),
+    ]
+    assert {event["scenario"] for event in record.events if "scenario" in event} == {"mine"}
+    verdicts = {item["variant"]: item for item in judge_record(record)["verdicts"]}
+    assert {name: [one["name"] for one in item["controls"]] for name, item in verdicts.items()} == {
+        "alone": ["no-pin", "ordinary"],
+        "unmet": ["no-pin"],
+        "by_another": ["other"],
+    }
+    assert verdicts["unmet"]["unmet"][0]["need"] == "lab"
+
+
 # Kills
 
 _PROGRAM = """
 import sys
 sys.path[:0] = {path!r}
-from unit import test_runner
+import runner_fakes
 from regrepro import runner
 from regrepro.options import RunOptions
 try:
-    runner.run([sys.argv[1]], RunOptions(), sys.argv[2], environment=test_runner.FakeEnvironment())
+    runner.run([sys.argv[1]], RunOptions(), sys.argv[2], environment=runner_fakes.FakeEnvironment())
 except runner.Interrupted as interrupted:
     sys.exit(interrupted.exit_code)
 """
@@ -401,7 +332,7 @@ def _start(tmp_path: Path, name: str) -> tuple[subprocess.Popen[bytes], Path]:
     file = tmp_path / "file.py"
     file.write_text(HEAD + _ENDLESS)
     source = str(Path(runner.__file__).parent.parent)
-    program = _PROGRAM.format(path=[str(Path(__file__).parents[1]), str(Path(__file__).parent), source])
+    program = _PROGRAM.format(path=[str(Path(runner_fakes.__file__).parent), source])
     out = tmp_path / name
     process = subprocess.Popen([sys.executable, "-c", program, str(file), str(out)])
     deadline = time.monotonic() + 30
