@@ -24,6 +24,7 @@ class Buffer:
 
     no_pages = ""
     """Why its pages are not looked at; empty where they are."""
+    owner = "host"
     stand_in: str | None = None
     """Which software stood in for what allocated it."""
 
@@ -75,6 +76,16 @@ class Buffer:
 
     def __len__(self) -> int:
         return self.length
+
+
+def size_of(pages: int | None, length: int | None) -> int:
+    """Return the bytes of so many pages, or of a length rounded up to pages. Raises `UsageError`."""
+    if (pages is None) == (length is None):
+        raise UsageError("memory needs either pages or length", hint="write pages=8, or length=4096")
+    size = pages * PAGE_SIZE if pages is not None else -(-(length or 0) // PAGE_SIZE) * PAGE_SIZE
+    if size <= 0:
+        raise UsageError("memory has at least one page", hint="write pages=8, or length=4096")
+    return size
 
 
 def place_as_record(place: Place, pages: int) -> str | dict[str, list[int]]:

@@ -209,6 +209,8 @@ class DeviceAllocation:
 class CudaBuffer(Buffer):
     """A buffer that CUDA allocated. `readable` tells whether its bytes can be looked at."""
 
+    owner = "cuda"
+
     @property
     def readable(self) -> bool:
         return bool(getattr(self._memory, "readable", False)) and not self.freed
@@ -248,71 +250,41 @@ class CudaMemory:
         says. Raises `Unmet` where the pages cannot be placed.
         """
         stage = self._stage
-        changed = stage._change is not None and stage._change.variable == "pin"
-        if changed:
+        if stage._change is not None and stage._change.variable == "pin":
             return stage.pin(stage.buffer(pages=pages, length=length, place=place))
-        size = _size(pages, length)
-        asked = place
-        if stage._change is not None and stage._change.variable == "place" and place != "any":
-            asked = stage._change.value
+        size, asked = buffers.size_of(pages, length), stage._place(place)
         if not isinstance(asked, str):
             raise UsageError(f"place={asked!r} is not for cudaHostAlloc", hint="any, ordinary or unpinnable")
         cuda, backend = self._cuda, stage.backend
         kind, owner = backend.default_pin()
         drawn, placed, search = draw(stage, size, asked, lambda: HostAllocation(backend, cuda, size, flags))
-        number = stage._next("buffer")
-        memory = drawn.memory
-        refused = _Refused(size)
-        buffer = CudaBuffer(stage, number, memory or refused, "cuda-host", placed)
+        number, memory = stage._next("buffer"), drawn.memory
+        buffer = CudaBuffer(stage, number, memory or _Refused(size), "cuda-host", placed)
         buffer.stand_in = cuda.stand_in
         pin = Pin(stage, stage._next("pin"), buffer, kind, owner)
         if memory is not None:
             memory.fill(number)
-            stage._buffers.append(buffer)
             stage._pins.append(pin)
             pin._held = [memory]
         else:
             buffer.freed = True
-        stand_in = cuda.stand_in
-        state = stage._look(buffer, counts=True) if memory is not None else None
-        stage._event(
-            "buffer",
-            buffer=number,
-            address=buffer.address,
-            length=size,
-            page_size=PAGE_SIZE,
-            backing="cuda-host",
-            owner="cuda",
-            place=asked,
-            placed=placed,
-            vma=buffer._memory.vma(),
-            flags=list(flags),
-            stand_in=stand_in,
-            **({"search": search} if search else {}),
-            **stage._pages("pages", buffer, state),
-        )
-        error = drawn.error
-        if error is not None:
-            pin.errno = errno_name(error.errno or 0)
-        stage._event(
-            "pin",
-            pin=pin.id,
-            buffer=number,
-            kind=kind,
-            owner=owner,
+            buffer.no_pages = "CUDA did not give the memory"
+        stage._add(buffer, asked, search, flags=list(flags))
+        if drawn.error is not None:
+            pin.errno = errno_name(drawn.error.errno or 0)
+        stage._record_pin(
+            pin,
+            None,
+            stage._look(buffer, counts=True),
+            pages_unknown="this call itself was to make the memory and pin it",
             api=HostAllocation.api,
-            errno=pin.errno,
-            **refusal_facts(error),
+            **refusal_facts(drawn.error),
             seconds=drawn.seconds,
             checksum=buffer.checksum(),
             trace=drawn.trace,
-            stand_in=stand_in,
+            stand_in=cuda.stand_in,
             offset=0,
             length=size,
-            **(
-                stage._pages("after", buffer, state)
-                | {"before": None, "pages_unknown": "this call itself was to make the memory and pin it"}
-            ),
         )
         if memory is not None:
             self.describe(buffer, HostAllocation.api)
@@ -321,33 +293,19 @@ class CudaMemory:
     def device_alloc(self, length: int, *, vmm: bool = False) -> CudaBuffer:
         """`cudaMalloc`, or the virtual-memory-management calls (`vmm`), of `length` bytes. Raises `Unmet`."""
         stage, cuda = self._stage, self._cuda
-        size = _size(None, length)
+        size = buffers.size_of(None, length)
         call = "cuMemCreate" if vmm else "cudaMalloc"
         try:
             memory = DeviceAllocation(cuda, size, stage.backend.options.gpu, vmm=vmm)
         except OSError as error:
             raise Unmet("device-memory", str(error.strerror), "free memory on the GPU") from None
-        number = stage._next("buffer")
-        buffer = CudaBuffer(stage, number, memory, "cuda-vmm" if vmm else "cuda-device", "as-allocated")
+        backing = "cuda-vmm" if vmm else "cuda-device"
+        buffer = CudaBuffer(stage, stage._next("buffer"), memory, backing, "as-allocated")
         buffer.stand_in = cuda.stand_in
         buffer.no_pages = "device memory has no page of this host"
         if cuda.stand_in:
             buffer.no_pages += " (a stand-in's has, and says nothing of a GPU's)"
-        stage._buffers.append(buffer)
-        stage._event(
-            "buffer",
-            buffer=number,
-            address=buffer.address,
-            length=buffer.length,
-            page_size=PAGE_SIZE,
-            backing=buffer.backing,
-            owner="cuda",
-            place="any",
-            placed="as-allocated",
-            vma="",
-            stand_in=cuda.stand_in,
-            **stage._pages("pages", buffer, None),
-        )
+        stage._add(buffer, "any", {})
         self.describe(buffer, call)
         return buffer
 
@@ -417,15 +375,6 @@ class CudaMemory:
             stand_in=cuda.stand_in,
         )
         return fd
-
-
-def _size(pages: int | None, length: int | None) -> int:
-    if (pages is None) == (length is None):
-        raise UsageError("it needs either pages or length", hint="write length=4096")
-    size = pages * PAGE_SIZE if pages is not None else -(-(length or 0) // PAGE_SIZE) * PAGE_SIZE
-    if size <= 0:
-        raise UsageError("memory has at least one page", hint="write length=4096")
-    return size
 
 
 class _Refused:

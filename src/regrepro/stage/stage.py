@@ -173,16 +173,10 @@ class Stage:
         anonymous, thp, memfd, shm, hugetlb or file. `node`: on this NUMA node. On a node that provably has no
         unpinnable memory the pages are ordinary ones. Raises `Unmet` where the pages cannot be placed.
         """
-        if (pages is None) == (length is None):
-            raise UsageError("buffer() needs either pages or length", hint="write stage.buffer(pages=8)")
-        size = pages * PAGE_SIZE if pages is not None else -(-(length or 0) // PAGE_SIZE) * PAGE_SIZE
-        if size <= 0:
-            raise UsageError("a buffer has at least one page", hint="write stage.buffer(pages=8)")
+        size = buffers.size_of(pages, length)
         if backing not in BACKINGS:
             raise UsageError(f"backing={backing!r} is not known", hint=f"one of {', '.join(BACKINGS)}")
-        asked: Place = place
-        if self._change is not None and self._change.variable == "place" and place != "any":
-            asked = self._change.value
+        asked = self._place(place)
         number = self._next("buffer")
         try:
             memory, placed, facts = buffers.make(self.backend, size, asked, backing, number, node)
@@ -192,37 +186,13 @@ class Stage:
                 f"{size} bytes of {backing} memory: {errno_name(error)}, {error.strerror or error}",
                 "free memory on this machine, or see what this backing needs",
             ) from None
-        return self._adopt(number, memory, backing, asked, placed, facts)
+        return self._add(Buffer(self, number, memory, backing, placed), asked, facts)
 
     def adopt(
         self, memory: Range, backing: str, *, place: Place = "any", placed: str = "as-allocated"
     ) -> Buffer:
         """Make a buffer of memory that was mapped elsewhere, as it is. The stage unmaps it."""
-        return self._adopt(self._next("buffer"), memory, backing, place, placed, {})
-
-    def _adopt(  # noqa: PLR0917
-        self, number: int, memory: Range, backing: str, asked: Place, placed: str, facts: dict[str, Any]
-    ) -> Buffer:
-        made = Buffer(self, number, memory, backing, placed)
-        self._buffers.append(made)
-        state = self._look(made, counts=True)
-        self._event(
-            "buffer",
-            buffer=number,
-            address=made.address,
-            length=made.length,
-            page_size=PAGE_SIZE,
-            backing=backing,
-            owner="host",
-            place=buffers.place_as_record(asked, made.pages),
-            placed=placed,
-            vma=memory.vma(),
-            stand_in=None,
-            **({"search": facts} if facts else {}),
-            **self._pages("pages", made, state),
-        )
-        self._note_fresh_pages(made, state)
-        return made
+        return self._add(Buffer(self, self._next("buffer"), memory, backing, placed), place, {})
 
     def pin(
         self,
@@ -257,23 +227,10 @@ class Stage:
         where: dict[str, Any] = {"offset": ranges[0][0], "length": ranges[0][1]}
         if pages is not None:
             where = {"ranges": [list(item) for item in ranges]}
+        before = after = self._look(buffer, counts=True)
         if wanted == "none":
-            state = self._look(buffer, counts=True)
-            self._event(
-                "pin",
-                pin=made.id,
-                buffer=buffer.id,
-                kind="none",
-                owner="none",
-                api=None,
-                errno=None,
-                trace=None,
-                stand_in=None,
-                **where,
-                **(self._pages("before", buffer, state) | self._pages("after", buffer, state)),
-            )
+            self._record_pin(made, before, after, api=None, trace=None, stand_in=None, **where)
             return made
-        before = self._look(buffer, counts=True)
         checksum = buffer.checksum()
         held: list[HeldPin] = []
 
@@ -288,7 +245,7 @@ class Stage:
                     held.append(self.backend.hold(wanted, start, length))
 
         error, trace, seconds = self._call(take, stack=True)
-        api = held[0].api if held else None
+        where["api"] = held[0].api if held else None
         if error is not None:
             pins.abandon(held)
             made.errno = errno_name(error)
@@ -296,21 +253,16 @@ class Stage:
         after = self._look(buffer, counts=True)
         if held:
             self._pins.append(made)
-        self._event(
-            "pin",
-            pin=made.id,
-            buffer=buffer.id,
-            kind=wanted,
-            owner=owner,
-            api=api,
-            errno=made.errno,
+        self._record_pin(
+            made,
+            before,
+            after,
+            **where,
             **pins.refusal_facts(error),
             seconds=seconds,
             checksum=checksum,
             trace=trace,
             stand_in=owner if owner not in ("cuda", own_pin.OWNER) else None,
-            **where,
-            **(self._pages("before", buffer, before) | self._pages("after", buffer, after)),
         )
         if made.errno in _NOT_OFFERED and owner in PIN_OWNERS.values():
             raise Unmet(
@@ -528,9 +480,7 @@ class Stage:
             )
         for pin in [pin for pin in self._pins if pin.buffer is buffer]:
             self.release(pin)
-        asked: Place = place
-        if self._change is not None and self._change.variable == "place" and place != "any":
-            asked = self._change.value
+        asked = self._place(place)
         memory, placed, facts = buffers.make(self.backend, buffer.length, asked, "anonymous", fill=buffer.id)
         try:
             self.backend.move(memory.address, buffer.address, buffer.length)
@@ -584,6 +534,46 @@ class Stage:
         self.backend.close()
 
     # Within
+
+    def _place(self, place: Place) -> Place:
+        """Return the place that is asked for in this pass: a control may change it."""
+        changed = self._change is not None and self._change.variable == "place" and place != "any"
+        return self._change.value if self._change is not None and changed else place
+
+    def _add(self, made: Buffer, asked: Place, search: dict[str, Any], **more: Any) -> Buffer:
+        """Take a buffer into the pass and record it, with its pages and facts of the search for them."""
+        if not made.freed:
+            self._buffers.append(made)
+        state = self._look(made, counts=True)
+        self._event(
+            "buffer",
+            buffer=made.id,
+            address=made.address,
+            length=made.length,
+            page_size=PAGE_SIZE,
+            backing=made.backing,
+            owner=made.owner,
+            place=buffers.place_as_record(asked, made.pages),
+            placed=made.placed,
+            vma=made._memory.vma(),
+            stand_in=made.stand_in,
+            **more,
+            **({"search": search} if search else {}),
+            **self._pages("pages", made, state),
+        )
+        self._note_fresh_pages(made, state)
+        return made
+
+    def _record_pin(self, made: Pin, before: PageState | None, after: PageState | None, **keys: Any) -> None:
+        self._event(
+            "pin",
+            pin=made.id,
+            buffer=made.buffer.id,
+            kind=made.kind,
+            owner=made.owner,
+            errno=made.errno,
+            **(self._pages("before", made.buffer, before) | self._pages("after", made.buffer, after) | keys),
+        )
 
     def _event(self, event: str, /, **keys: Any) -> int:
         seq = self._writer.event(event, **self._labels, **keys)
