@@ -26,13 +26,21 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from regrepro import reservations
+from regrepro.core.memory import keep_from_numa_balancing
 from regrepro.errors import EnvironmentProblem, RegreproError, Unmet
+from regrepro.kernel import leftovers, memoryblocks
+from regrepro.kernel.memorymap import read_memory_map
+from regrepro.kernel.node import node_facts
+from regrepro.kernel.trace import Tracer as KernelTracer
+from regrepro.lab.token import in_lab_guest
 from regrepro.options import RunOptions, format_size
 from regrepro.progress import Progress, Silent
 from regrepro.record import FILE_NAME, RecordProblem, RecordWriter
 from regrepro.scenario import Change, Instead, Library, Scenario, check_options
 from regrepro.stage import Stage, needs
 from regrepro.stage.ports import Backend, MemoryMap, Tracer
+from regrepro.stage.rdma import find_device, software_driver
 from regrepro.stage.system import System, default_contract
 
 _PR_SET_PDEATHSIG = 1
@@ -57,107 +65,56 @@ class Interrupted(RegreproError):
 class Environment:
     """The machine as the runner needs it. Tests put their own in its place."""
 
-    in_lab = False
-
     def __init__(self) -> None:
-        with contextlib.suppress(ImportError):
-            from regrepro.lab.token import in_lab_guest
-
-            self.in_lab = bool(in_lab_guest())
-
-    def preload(self) -> None:
-        """Import what the children need, so that each has it by the fork."""
-        import numpy  # noqa: F401
-
-        import regrepro.core.iouring
-        import regrepro.core.memory
-        import regrepro.core.pins
-        import regrepro.core.verbs
-        import regrepro.kernel.pagestate
-        import regrepro.stage.rdma  # noqa: F401
+        self.in_lab = in_lab_guest()
 
     def node_facts(self) -> dict[str, Any]:
-        from regrepro.kernel.node import node_facts
-
         return node_facts()
 
     def reclaim(self) -> list[str]:
         """Give back what killed runs left; return a sentence for each thing."""
-        from regrepro.kernel import leftovers
-
         return leftovers.reclaim()
 
     def journal(self) -> Any:
         """Return the journal of this run: what it must give back, also after a kill, at the next start."""
-        from regrepro.kernel.leftovers import Journal
-
-        return Journal()
+        return leftovers.Journal()
 
     def memory_map(self) -> MemoryMap:
-        from regrepro.kernel.memorymap import read_memory_map
-
         return read_memory_map()
 
     def block_events(self) -> Any:
         """Count changes of memory blocks from now on."""
-        from regrepro.kernel.memoryblocks import BlockEvents
-
-        return BlockEvents()
+        return memoryblocks.BlockEvents()
 
     def online_movable(
         self, journal: Any, memory_map: Any, report: Callable[[dict[str, Any]], object]
     ) -> Any:
         """Make a block of unpinnable memory; `report` gets each step. Raises `Unmet`."""
-        from regrepro.kernel.memoryblocks import online_movable
-
-        return online_movable(journal, memory_map=memory_map, report=report)
+        return memoryblocks.online_movable(journal, memory_map=memory_map, report=report)
 
     def tracer(self, journal: Any) -> Tracer:
-        from regrepro.kernel.trace import Tracer as KernelTracer
-
         return KernelTracer(journal)
 
     def reservations(self, given: Iterable[str]) -> list[dict[str, Any]]:
         """Return what this boot made of its arguments; `given`: those of `--boot`."""
-        from regrepro import reservations
-
         return [item.as_record() for item in reservations.read(given)]
 
     def stand_ins(self, options: RunOptions) -> list[dict[str, str]]:
-        """Return the stand-ins of CUDA and the registrar, for the header."""
-        from regrepro.stage.rdma import find_device, software_driver
-
-        device, _ = find_device(options)
-        pins = []
+        """Return what stands in for CUDA and for an RDMA card, for the header."""
+        made = []
         if options.cuda.startswith("standin:"):
             asks = "with" if options.cuda == "standin:longterm" else "without"
-            pins = [
-                {
-                    "name": options.cuda,
-                    "replaces": "CUDA and NVIDIA's driver",
-                    "what": f"pins host memory {asks} FOLL_LONGTERM; its device memory is a memfd",
-                }
-            ]
+            what = f"pins host memory {asks} FOLL_LONGTERM; its device memory is a memfd"
+            made.append((options.cuda, "CUDA and NVIDIA's driver", what))
+        device, _ = find_device(options)
+        driver = software_driver(device) if device is not None else None
         if device is None:
-            return [
-                *pins,
-                {
-                    "name": "io-uring",
-                    "replaces": "an RDMA device",
-                    "what": "registers by io_uring fixed buffers: the same FOLL_LONGTERM pin as for an MR",
-                },
-            ]
-        driver = software_driver(device)
-        if driver is None:
-            return pins
-        return [
-            *pins,
-            {
-                "name": driver,
-                "replaces": "an RDMA card, such as a ConnectX",
-                "what": f"{device} is RDMA in software; it registers by the kernel's common ib_umem_get",
-            },
-        ]
+            what = "registers by io_uring fixed buffers: the same FOLL_LONGTERM pin as for an MR"
+            made.append(("io-uring", "an RDMA device", what))
+        elif driver is not None:
+            what = f"{device} is RDMA in software; it registers by the kernel's common ib_umem_get"
+            made.append((driver, "an RDMA card, such as a ConnectX", what))
+        return [{"name": name, "replaces": replaced, "what": what} for name, replaced, what in made]
 
     def backend(self, options: RunOptions, memory_map: MemoryMap | None) -> Backend:
         return System(options, memory_map, in_lab=self.in_lab)
@@ -307,7 +264,6 @@ class _Run:
     def _prepare(self, cleanup: contextlib.ExitStack, boot: Iterable[str]) -> None:
         """Reclaim, look, reserve and arm; `cleanup` gives everything back."""
         environment, writer = self._environment, self._writer
-        environment.preload()
         for sentence in environment.reclaim():
             writer.event("note", text=f"left by a killed run, given back: {sentence}", stand_in=None)
             self._progress.say(f"left by a killed run, given back: {sentence}")
@@ -366,7 +322,7 @@ class _Run:
             cleanup.callback(tracer.disarm)
             available = tracer.arm()
             why = tracer.status()[1]
-        except (ImportError, OSError, RegreproError) as error:
+        except (OSError, RegreproError) as error:
             available, why = False, str(error)
         if available:
             self._tracer = tracer
@@ -591,10 +547,7 @@ class _Run:
         faulthandler.register(signal.SIGUSR1, file=2, all_threads=False)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         # A page that moves for another reason than the call under test proves nothing.
-        with contextlib.suppress(ImportError):
-            from regrepro.core.memory import keep_from_numa_balancing
-
-            keep_from_numa_balancing()
+        keep_from_numa_balancing()
         # Should memory run out, this process goes first, and nothing of the node's own.
         with contextlib.suppress(OSError):
             Path("/proc/self/oom_score_adj").write_text("1000")

@@ -54,8 +54,6 @@ class FakeEnvironment(runner.Environment):
         self.order: list[str] = []
         self.block: Any = None
 
-    def preload(self) -> None: ...
-
     def node_facts(self) -> dict[str, Any]:
         return {"hostname": "fake"}
 
