@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from regrepro.errors import Unmet, UsageError
-from regrepro.stage.ports import PAGE_SIZE, Backend, Range, join
+from regrepro.errors import UsageError
+from regrepro.stage.ports import PAGE_SIZE, Backend, Range, has_unpinnable
 from regrepro.stage.search import KINDS, Search, Wanted, consume_first
 
 if TYPE_CHECKING:
@@ -165,15 +165,7 @@ def _placed(
 
     if target.anywhere:
         return plain(), "as-allocated", {}
-    memory_map = backend.memory_map
-    if memory_map is None or memory_map.has_unpinnable is None:
-        problems = join(memory_map.problems) if memory_map is not None else ""
-        raise Unmet(
-            "page-state",
-            problems or "where pages lie cannot be read here",
-            "run as root on a kernel with /proc/kcore and BTF",
-        )
-    if not memory_map.has_unpinnable and memory_map.complete and target.node is None:
+    if not has_unpinnable(backend.memory_map) and target.node is None:
         return plain(), "none-on-node" if True in target.pattern else "as-allocated", {}
     search = Search(backend, length, target)
     with search:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from regrepro.errors import Unmet, errno_name
 from regrepro.stage.disk import written_back
-from regrepro.stage.ports import PAGE_SIZE, UNPINNABLE, Backend, Range, readable
+from regrepro.stage.ports import PAGE_SIZE, UNPINNABLE, Backend, Range, readable, register_whole
 from regrepro.stage.search import consume_first
 
 if TYPE_CHECKING:
@@ -274,16 +274,8 @@ def _attempt(stage: Stage, memory: Range, started: float, then: Switches | None,
         pin = backend.hold_default(memory.address, memory.length)
     except OSError as error:
         return _Outcome(None, errno_name(error.errno or 0), unpinnable, time.perf_counter() - started)
-    device = backend.device()
     try:
-        region = device.register(
-            device.verb,
-            memory.address,
-            memory.length,
-            iova=memory.address,
-            access=device.default_access,
-            fd=None,
-        )
+        region = register_whole(backend.device(), memory.address, memory.length)
         if then is not None:
             with _checkpoint(backend, then, ground):
                 pass

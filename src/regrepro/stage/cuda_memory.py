@@ -19,7 +19,7 @@ from regrepro.errors import Unmet, UsageError, errno_name
 from regrepro.stage import buffers
 from regrepro.stage.buffers import Buffer, Place
 from regrepro.stage.pins import Pin, refusal_facts
-from regrepro.stage.ports import ORDINARY, PAGE_SIZE, UNPINNABLE, Backend, readable
+from regrepro.stage.ports import ORDINARY, PAGE_SIZE, UNPINNABLE, Backend, has_unpinnable, readable
 from regrepro.stage.rdma import find_device
 from regrepro.stage.search import Search, Wanted
 
@@ -476,12 +476,9 @@ def draw(
     stage: Stage, length: int, place: Place, take: Callable[[], HostAllocation]
 ) -> tuple[_Drawn, str, dict[str, Any]]:
     """Allocate by CUDA, placed: the draw, how it was placed, facts of the search. Raises `Unmet`."""
-    memory_map = stage.backend.memory_map
     if place == "any":
         return call_traced(stage, take), "as-allocated", {}
-    if memory_map is None or memory_map.has_unpinnable is None:
-        raise Unmet("page-state", "where pages lie cannot be read here", "run as root on a kernel with BTF")
-    if not memory_map.has_unpinnable and memory_map.complete:
+    if not has_unpinnable(stage.backend.memory_map):
         placed = "as-allocated" if place == "ordinary" else "none-on-node"
         return call_traced(stage, take), placed, {}
     search = _Draws(stage, length, buffers.wanted(place, length // PAGE_SIZE))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from regrepro.errors import Unmet
 from regrepro.kernel.zones import Zone
-from regrepro.stage.ports import PAGE_SIZE, UNPINNABLE, Range, join, readable
+from regrepro.stage.ports import PAGE_SIZE, UNPINNABLE, Range, told
 
 if TYPE_CHECKING:
     from regrepro.stage.stage import Stage
@@ -68,10 +68,7 @@ def _touch(stage: Stage, chunk: int, phase: str, held: list[tuple[Range, Any]]) 
     memory = backend.allocate(chunk, "anonymous")
     try:
         memory.populate()
-        state = backend.snapshot(memory.address, memory.length, counts=False)
-        if state is None or not readable(state):
-            why = join(state.problems) if state is not None else "no memory map"
-            raise Unmet("page-state", why, "run as root")
+        state = told(backend.snapshot(memory.address, memory.length, counts=False))
     except BaseException:
         memory.close()
         raise

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
+from regrepro.errors import Unmet
 from regrepro.options import RunOptions
 
 if TYPE_CHECKING:
@@ -137,12 +138,37 @@ PIN_OWNERS = {"pin": "process-vm", "get": "vmsplice", "longterm": "io-uring"}
 """Who holds a pin of each kind where CUDA does not; all three stand in for a driver."""
 
 
+def register_whole(device: Device, address: int, length: int) -> MemoryRegion:
+    """Register a range as the device does by default. Raises OSError."""
+    return device.register(device.verb, address, length, iova=address, access=device.default_access, fd=None)
+
+
 def readable(state: PageState | None) -> bool:
     """Return whether a page state tells where the pages are: PFNs are hidden from an ordinary user."""
     if state is None:
         return False
     hidden = (state.pfn == 0) & (state.place == UNKNOWN)
     return not bool(hidden.any())
+
+
+def told(state: PageState | None) -> PageState:
+    """Return a page state that tells where the pages are. Raises `Unmet`."""
+    if state is None or not readable(state):
+        why = join(state.problems) if state is not None else ""
+        raise Unmet("page-state", why or "where pages lie cannot be read here", "run as root")
+    return state
+
+
+def has_unpinnable(memory_map: MemoryMap | None) -> bool:
+    """Return whether the node has unpinnable memory, or may have some. Raises `Unmet` where nothing tells."""
+    if memory_map is None or memory_map.has_unpinnable is None:
+        raise Unmet(
+            "page-state",
+            (join(memory_map.problems) if memory_map is not None else "")
+            or "where pages lie cannot be read here",
+            "run as root on a kernel with /proc/kcore and BTF",
+        )
+    return memory_map.has_unpinnable or not memory_map.complete
 
 
 def join(problems: Iterable[str]) -> str:

@@ -31,6 +31,7 @@ from regrepro.stage.ports import (
     Tracer,
     join,
     readable,
+    register_whole,
 )
 from regrepro.stage.registrations import Registration
 from regrepro.stage.series import Series
@@ -443,14 +444,7 @@ class Stage:
         errno, intact = None, False
         try:
             scratch.populate()
-            target = device.register(
-                device.verb,
-                scratch.address,
-                size,
-                iova=scratch.address,
-                access=device.default_access,
-                fd=None,
-            )
+            target = register_whole(device, scratch.address, size)
             try:
                 device.transfer(registration._region, target, registration.length, opcode)
                 intact = self.backend.view(registration.address, registration.length) == self.backend.view(

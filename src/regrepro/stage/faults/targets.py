@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from regrepro.errors import Unmet
 from regrepro.stage import hugepages
 from regrepro.stage.faults.base import Base
-from regrepro.stage.ports import ORDINARY, PAGE_SIZE, UNPINNABLE, HeldPin, Range, readable
+from regrepro.stage.ports import ORDINARY, PAGE_SIZE, UNPINNABLE, HeldPin, Range, readable, told
 
 if TYPE_CHECKING:
     from regrepro.stage.buffers import Buffer
@@ -80,9 +80,7 @@ class Targets(Base):
         memory = backend.allocate(pages * PAGE_SIZE, "anonymous")
         try:
             memory.populate()
-            state: Any = backend.snapshot(memory.address, memory.length, counts=False)
-            if state is None or not readable(state):
-                raise Unmet("page-state", "where pages lie cannot be read here", "run as root")
+            state = told(backend.snapshot(memory.address, memory.length, counts=False))
             ordinary = numpy.flatnonzero((state.place == ORDINARY) & (state.pfn != 0))
             _, first = numpy.unique(state.pfn[ordinary] // (size // PAGE_SIZE), return_index=True)
             chosen = memory.address + ordinary[first].astype(numpy.uint64) * PAGE_SIZE
