@@ -24,6 +24,8 @@ from regrepro.options import CUDA_CHOICES, PLACE_CHOICES, TRACE_CHOICES, RunOpti
 
 # The judge's words for questions, which the plugin imports only when a scenario has run.
 _QUESTIONS = ("reproduce", "driver", "kernel", "node")
+# The fields of `RunOptions` that an option of the same name gives as they are.
+_RUN_OPTIONS = ("cuda", "gpu", "rdma_device", "port", "gid_index", "trace", "place", "expect", "timeout")
 _ALLOW = "--regrepro-allow-unmet"
 _ALL = "all"
 _CHANGES = {"same": "as before", "better": "fixed", "worse": "newly broken", "cannot-tell": "cannot be told"}
@@ -74,12 +76,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     add("--regrepro-lab", metavar="KERNEL", help="Run each scenario in a virtual machine with this kernel.")
     add("--regrepro-boot", action="append", default=[], metavar="ARGUMENTS", help="Boot arguments for it.")
+    baseline = {
+        "dest": "regrepro_baseline",
+        "metavar": "RUNDIR",
+        "help": "A test fails only where it is worse than in this run.",
+    }
     try:
-        add("--baseline", "--regrepro-baseline", dest="regrepro_baseline", metavar="RUNDIR",
-            help="A test fails only where it is worse than in this run.")  # fmt: skip
+        add("--baseline", "--regrepro-baseline", **baseline)
     except ValueError:  # another plugin has --baseline
-        add("--regrepro-baseline", dest="regrepro_baseline", metavar="RUNDIR",
-            help="A test fails only where it is worse than in this run.")  # fmt: skip
+        add("--regrepro-baseline", **baseline)
 
 
 def pytest_load_initial_conftests(args: list[str]) -> None:
@@ -326,19 +331,8 @@ class _Session:
             number += 1
         limit = self.option("pressure_limit")
         names = (f"{item.path}:{item.scenario.name}",)
-        options = RunOptions(
-            names=names,
-            cuda=self.option("cuda"),
-            gpu=self.option("gpu"),
-            rdma_device=self.option("rdma_device"),
-            port=self.option("port"),
-            gid_index=self.option("gid_index"),
-            trace=self.option("trace"),
-            place=self.option("place"),
-            pressure_limit=parse_size(limit) if limit else None,
-            expect=self.option("expect"),
-            timeout=self.option("timeout"),
-        )
+        given = {key: self.option(key) for key in _RUN_OPTIONS}
+        options = RunOptions(names=names, pressure_limit=parse_size(limit) if limit else None, **given)
         if self.option("lab") is not None:
             from regrepro.lab.run import LabOptions, lab_run
 

@@ -227,27 +227,19 @@ def _option_value(what: str, text: str, default: Value | tuple[str, ...]) -> Val
             raise UsageError(f"{what}={text} is neither true nor false", hint=f"write {what}=true")
         return text.lower() in ("true", "yes", "1")
     if isinstance(default, Size):
-        return _size_of(what, text)
+        try:
+            return parse_size(text) if text != "0" else 0
+        except UsageError:
+            hint = f"write a number with K, M, G or T, such as {what}=4M"
+            raise UsageError(f"{what}={text} is no size", hint=hint) from None
     if isinstance(default, int):
         if not re.fullmatch(r"[0-9]{1,18}", text):
-            raise UsageError(
-                f"{what}={text} is no whole number", hint=f"write digits, such as {what}={default}"
-            )
+            hint = f"write digits, such as {what}={default}"
+            raise UsageError(f"{what}={text} is no whole number", hint=hint)
         return int(text)
     if isinstance(default, tuple) and text not in default:
         raise UsageError(f"{what}={text} is not known", hint=suggest(text, default))
     return text
-
-
-def _size_of(what: str, text: str) -> int:
-    if text == "0":
-        return 0
-    try:
-        return parse_size(text)
-    except UsageError:
-        raise UsageError(
-            f"{what}={text} is no size", hint=f"write a number with K, M, G or T, such as {what}=4M"
-        ) from None
 
 
 def check_options(scenarios: Iterable[Scenario], given: Iterable[str]) -> None:
@@ -258,11 +250,10 @@ def check_options(scenarios: Iterable[Scenario], given: Iterable[str]) -> None:
         owner, _, own = name.rpartition(".")
         known = {option for one in chosen if one._owns(owner) for option in one.options}
         if own not in known:
+            hint = "`regrepro list` shows the options of each"
             raise UsageError(
                 f"--option {name} is no option of the scenarios that run",
-                hint=suggest(own, known, "`regrepro list` shows the options of each")
-                if known
-                else "`regrepro list` shows the options of each",
+                hint=suggest(own, known, hint) if known else hint,
             )
     for one in chosen:
         one.option_values(items)
