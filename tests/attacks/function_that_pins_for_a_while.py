@@ -6,11 +6,7 @@ from regrepro.core import pins
 
 @scenario(
     shows="its references rose when it was called",
-    needs=(
-        "root",
-        "unpinnable",
-        "registrar",
-    ),
+    needs=("root", "unpinnable", "registrar"),
     expects={"pin": "reproduced"},
     controls={"no-pin": change(pin="none")},
     profiles=(),

@@ -6,12 +6,7 @@ from regrepro.core import pins
 
 @scenario(
     shows="the trace shows one call, and what it asked for",
-    needs=(
-        "root",
-        "unpinnable",
-        "registrar",
-        "io-uring",
-    ),
+    needs=("root", "unpinnable", "registrar", "io-uring"),
     expects={"longterm": {"verdict": "not-reproduced", "basis": "pin"}},
     controls={"short-term": change(pin="pin")},
     profiles=(),

@@ -8,11 +8,7 @@ from regrepro.core import pins
 
 @scenario(
     shows="only what raised the references is blamed",
-    needs=(
-        "root",
-        "unpinnable",
-        "registrar",
-    ),
+    needs=("root", "unpinnable", "registrar"),
     expects={"pin": "unmet"},
     controls={"ordinary-memory": change(place="ordinary")},
     profiles=(),

@@ -5,11 +5,7 @@ from regrepro import Stage, change, scenario
 
 @scenario(
     shows="a refusal of the arguments does not hide the bug that comes after it",
-    needs=(
-        "root",
-        "unpinnable",
-        "rdma",
-    ),
+    needs=("root", "unpinnable", "rdma"),
     expects={"pin": "reproduced"},
     controls={"no-pin": change(pin="none")},
     profiles=(),

@@ -5,12 +5,7 @@ from regrepro import Stage, change, scenario
 
 @scenario(
     shows="the verdict is the worst that is proven, not the first round's",
-    needs=(
-        "root",
-        "unpinnable",
-        "registrar",
-        "io-uring",
-    ),
+    needs=("root", "unpinnable", "registrar", "io-uring"),
     expects={"pin": "reproduced"},
     controls={"no-pin": change(pin="none")},
     profiles=(),

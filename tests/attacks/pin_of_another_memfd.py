@@ -5,11 +5,7 @@ from regrepro import Stage, change, scenario
 
 @scenario(
     shows="a pin on other frames proves nothing of these",
-    needs=(
-        "root",
-        "unpinnable",
-        "registrar",
-    ),
+    needs=("root", "unpinnable", "registrar"),
     expects={"pin": "unmet"},
     controls={"no-pin": change(pin="none")},
     profiles=(),

@@ -6,12 +6,7 @@ from regrepro.core import pins
 
 @scenario(
     shows="that the pages moved says nothing of the pin that stands",
-    needs=(
-        "root",
-        "unpinnable",
-        "registrar",
-        "io-uring",
-    ),
+    needs=("root", "unpinnable", "registrar", "io-uring"),
     expects={"pin": "unmet"},
     controls={"no-pin": change(pin="none")},
     profiles=(),

@@ -6,11 +6,7 @@ from regrepro.core import pins
 
 @scenario(
     shows="without a retry that succeeds nothing is proven, and nothing is refuted",
-    needs=(
-        "root",
-        "unpinnable",
-        "registrar",
-    ),
+    needs=("root", "unpinnable", "registrar"),
     expects={"pin": "unmet"},
     controls={"no-pin": change(pin="none")},
     profiles=(),

@@ -5,11 +5,7 @@ from regrepro import Stage, change, scenario
 
 @scenario(
     shows="what a series could not register is judged like any registration",
-    needs=(
-        "root",
-        "unpinnable",
-        "registrar",
-    ),
+    needs=("root", "unpinnable", "registrar"),
     expects={"pin": "reproduced"},
     controls={"no-pin": change(pin="none")},
     profiles=(),

@@ -5,11 +5,7 @@ from regrepro import Stage, change, scenario
 
 @scenario(
     shows="every round is judged",
-    needs=(
-        "root",
-        "unpinnable",
-        "registrar",
-    ),
+    needs=("root", "unpinnable", "registrar"),
     expects={"pin": "reproduced"},
     controls={"no-pin": change(pin="none")},
     profiles=(),

@@ -6,11 +6,7 @@ from regrepro.core import pins
 
 @scenario(
     shows="what the pin does not explain is missing, and refutes nothing",
-    needs=(
-        "root",
-        "unpinnable",
-        "registrar",
-    ),
+    needs=("root", "unpinnable", "registrar"),
     expects={"pin": "unmet"},
     controls={"no-pin": change(pin="none")},
     profiles=(),
