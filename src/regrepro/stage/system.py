@@ -91,9 +91,7 @@ class System:
         """Reserve addresses for pages that are moved in; huge pages stay out of them."""
         return Memory.anonymous(length, huge=False, reserve_only=True)
 
-    def gather(self, sources: Any, target: int) -> None:
-        """Move pages, by their addresses, to consecutive pages from `target` on; the physical pages stay."""
-        gather(sources, target)
+    gather = staticmethod(gather)
 
     def move(self, source: int, target: int, length: int) -> None:
         """Move the pages of a range to other addresses, whatever is mapped there; the physical pages stay."""
@@ -120,9 +118,7 @@ class System:
             self._reader = PageReader(cast("Any", self.memory_map))
         return self._reader
 
-    def mappings(self, address: int, length: int) -> list[str] | None:
-        """Return the lines of /proc/self/maps that a range touches now; None where they cannot be read."""
-        return vma_lines(address, length)
+    mappings = staticmethod(vma_lines)
 
     def default_pin(self) -> tuple[str, str]:
         """Return kind and owner of the pin of this run: CUDA's where `--cuda` gives one."""
@@ -221,13 +217,8 @@ class System:
         except (OSError, ValueError):
             return set()
 
-    def allocate_on_node(self, node: int | None) -> None:
-        """Have this process allocate on one NUMA node from now on; None: wherever it runs. Raises OSError."""
-        placement.allocate_on_node(node)
-
-    def give_back(self, address: int, marks: Any) -> None:
-        """Give back those pages from `address` on whose mark is not 0; the range stays mapped."""
-        placement.drop_pages(address, marks)
+    allocate_on_node = staticmethod(placement.allocate_on_node)
+    give_back = staticmethod(placement.drop_pages)
 
     def cma_cap(self) -> int | None:
         """Return how many more bytes of CMA this pass may take: half of what was free at first stays free.

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from runner_fakes import FakeEnvironment, run, scenario
 
-from regrepro import runner
 from regrepro.record import Record
+from regrepro.runner import ending, running
 
 TWO = scenario("pass", name="first") + scenario("pass", name="second")
 
@@ -28,13 +28,13 @@ def ends(record: Record) -> list[tuple[str, str | None, str]]:
 def test_a_guest_of_the_lab_ends_after_a_wait_that_nothing_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_lab: bool
 ) -> None:
-    real = runner._Run._wait
+    real = running._Run._wait
 
     def wait(self: Any, pid: int, deadline: float) -> Any:
         real(self, pid, deadline)
-        return runner._End(blocked=True, where="[<0>] ib_uverbs_remove_one+0x1c4/0x1e0 [ib_uverbs]")
+        return ending.End(blocked=True, where="[<0>] ib_uverbs_remove_one+0x1c4/0x1e0 [ib_uverbs]")
 
-    monkeypatch.setattr(runner._Run, "_wait", wait)
+    monkeypatch.setattr(running._Run, "_wait", wait)
     environment = FakeEnvironment()
     environment.in_lab = in_lab
     record = run(tmp_path, TWO, environment=environment)
@@ -45,7 +45,7 @@ def test_a_guest_of_the_lab_ends_after_a_wait_that_nothing_ends(
 
 def test_what_a_memory_cgroup_counted_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told = {"max": 36, "oom": 1, "oom_kill": 1}
-    monkeypatch.setattr(runner, "memory_events", lambda pid: told)
+    monkeypatch.setattr(running, "memory_events", lambda pid: told)
     record = run(tmp_path, scenario("os.kill(os.getpid(), signal.SIGKILL)"))
     [first, *_] = [event for event in record.events if event["event"] == "scenario-end"]
     assert first["memory_events"] == told
@@ -53,7 +53,7 @@ def test_what_a_memory_cgroup_counted_is_told(tmp_path: Path, monkeypatch: pytes
 
 def test_in_its_own_cgroup_nothing_is_told() -> None:
     """Its counts may be anyone's, of any time."""
-    assert runner.memory_events(os.getpid()) is None
+    assert ending.memory_events(os.getpid()) is None
 
 
 def own_cgroup() -> Path | None:
@@ -79,7 +79,7 @@ def test_the_events_of_another_cgroup_are_read() -> None:
         (group / "cgroup.procs").write_text(str(pid))
         if not (group / "memory.events").exists():
             pytest.skip("the memory controller is not handed down to children here")
-        events = runner.memory_events(pid)
+        events = ending.memory_events(pid)
         assert events is not None
         assert events["oom_kill"] == 0
     finally:

@@ -13,38 +13,39 @@ import ctypes
 import faulthandler
 import mmap
 import os
-import re
 import resource
-import select
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from regrepro import reservations
 from regrepro.core.memory import keep_from_numa_balancing
 from regrepro.errors import EnvironmentProblem, RegreproError, Unmet
-from regrepro.kernel import leftovers, memoryblocks
-from regrepro.kernel.memorymap import read_memory_map
-from regrepro.kernel.node import node_facts
-from regrepro.kernel.trace import Tracer as KernelTracer
-from regrepro.lab.token import in_lab_guest
 from regrepro.options import RunOptions, format_size
 from regrepro.progress import Progress, Silent
 from regrepro.record import FILE_NAME, RecordProblem, RecordWriter
+from regrepro.runner.ending import (
+    End,
+    Watched,
+    await_group,
+    kill,
+    memory_events,
+    read_output,
+    signal_name,
+    where,
+)
+from regrepro.runner.environment import Environment
 from regrepro.scenario import Change, Instead, Library, Scenario, check_options
 from regrepro.stage import Stage, needs
 from regrepro.stage.ports import Backend, MemoryMap, Tracer
-from regrepro.stage.rdma import find_device, software_driver
-from regrepro.stage.system import System, default_contract
+from regrepro.stage.system import default_contract
 
 _PR_SET_PDEATHSIG = 1
-_OUTPUT_LIMIT = 8000
 # After SIGKILL: longer than the kernel takes to tear down a large address space under emulation.
 _DEATH_SECONDS = 15.0
 
@@ -60,64 +61,6 @@ class Interrupted(RegreproError):
         self.out_dir = out_dir
         name = signal.Signals(signum).name
         super().__init__(f"ended by {name}", hint=f"what was recorded before lies in {out_dir}")
-
-
-class Environment:
-    """The machine as the runner needs it. Tests put their own in its place."""
-
-    def __init__(self) -> None:
-        self.in_lab = in_lab_guest()
-
-    def node_facts(self) -> dict[str, Any]:
-        return node_facts()
-
-    def reclaim(self) -> list[str]:
-        """Give back what killed runs left; return a sentence for each thing."""
-        return leftovers.reclaim()
-
-    def journal(self) -> Any:
-        """Return the journal of this run: what it must give back, also after a kill, at the next start."""
-        return leftovers.Journal()
-
-    def memory_map(self) -> MemoryMap:
-        return read_memory_map()
-
-    def block_events(self) -> Any:
-        """Count changes of memory blocks from now on."""
-        return memoryblocks.BlockEvents()
-
-    def online_movable(
-        self, journal: Any, memory_map: Any, report: Callable[[dict[str, Any]], object]
-    ) -> Any:
-        """Make a block of unpinnable memory; `report` gets each step. Raises `Unmet`."""
-        return memoryblocks.online_movable(journal, memory_map=memory_map, report=report)
-
-    def tracer(self, journal: Any) -> Tracer:
-        return KernelTracer(journal)
-
-    def reservations(self, given: Iterable[str]) -> list[dict[str, Any]]:
-        """Return what this boot made of its arguments; `given`: those of `--boot`."""
-        return [item.as_record() for item in reservations.read(given)]
-
-    def stand_ins(self, options: RunOptions) -> list[dict[str, str]]:
-        """Return what stands in for CUDA and for an RDMA card, for the header."""
-        made = []
-        if options.cuda.startswith("standin:"):
-            asks = "with" if options.cuda == "standin:longterm" else "without"
-            what = f"pins host memory {asks} FOLL_LONGTERM; its device memory is a memfd"
-            made.append((options.cuda, "CUDA and NVIDIA's driver", what))
-        device, _ = find_device(options)
-        driver = software_driver(device) if device is not None else None
-        if device is None:
-            what = "registers by io_uring fixed buffers: the same FOLL_LONGTERM pin as for an MR"
-            made.append(("io-uring", "an RDMA device", what))
-        elif driver is not None:
-            what = f"{device} is RDMA in software; it registers by the kernel's common ib_umem_get"
-            made.append((driver, "an RDMA card, such as a ConnectX", what))
-        return [{"name": name, "replaces": replaced, "what": what} for name, replaced, what in made]
-
-    def backend(self, options: RunOptions, memory_map: MemoryMap | None) -> Backend:
-        return System(options, memory_map, in_lab=self.in_lab)
 
 
 @dataclass(frozen=True)
@@ -392,14 +335,14 @@ class _Run:
             os.write(go, b"g")
             end = self._wait(pid, started + timeout)
         except BaseException:
-            _kill(pid)
+            kill(pid)
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, 0)
             raise
         finally:
             os.close(go)
         seconds = round(time.monotonic() - started, 6)
-        text = _read_output(output)
+        text = read_output(output)
         os.close(output)
         reached = status[0]
         status.close()
@@ -432,14 +375,14 @@ class _Run:
         self._writer.event("memory-map-check", **labels, **found, block_events=blocks)
         return bool(found["changed"])
 
-    def _outcome(self, end: _End, reached: int, labels: dict[str, Any]) -> dict[str, Any]:
+    def _outcome(self, end: End, reached: int, labels: dict[str, Any]) -> dict[str, Any]:
         """Return outcome and its particulars for scenario-end."""
         if end.blocked:
             return {"outcome": "blocked", "where": end.where}
         if end.timed_out:
             return {"outcome": "timeout", "where": end.where}
         if end.signal is not None:
-            name = _signal_name(end.signal)
+            name = signal_name(end.signal)
             more: dict[str, Any] = {"why": "the run was interrupted"} if end.interrupted else {}
             if end.memory_events:
                 more["memory_events"] = end.memory_events
@@ -460,10 +403,10 @@ class _Run:
             )
         return {"outcome": "exception"}
 
-    def _wait(self, pid: int, deadline: float) -> _End:
+    def _wait(self, pid: int, deadline: float) -> End:
         """Wait until a child ends, its time is up or the run is interrupted; then kill what it left."""
-        end = _End()
-        with _Watched(pid, self._signals.fd) as watched:
+        end = End()
+        with Watched(pid, self._signals.fd) as watched:
             while not watched.ended(min(1.0, max(0.0, deadline - time.monotonic()))):
                 if self._signals.received is not None:
                     end.interrupted = True
@@ -471,22 +414,22 @@ class _Run:
                 self._tell_pressure()
                 if time.monotonic() >= deadline:
                     end.timed_out = True
-                    end.where = _where(pid)
+                    end.where = where(pid)
                     # Have it say in its output where it is; the handler runs in C, also within a system call.
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGUSR1)
                     watched.ended(0.5)
                     break
-            _kill(pid)
+            kill(pid)
             death = time.monotonic() + _DEATH_SECONDS
             while not watched.ended(0.2):
                 if time.monotonic() >= death:
                     end.blocked = True
-                    end.where = _where(pid)
+                    end.where = where(pid)
                     return end
         end.memory_events = memory_events(pid)
         _, status = os.waitpid(pid, 0)
-        _await_group(pid)
+        await_group(pid)
         code = os.waitstatus_to_exitcode(status)
         end.status = code
         if code < 0:
@@ -590,119 +533,6 @@ class _Run:
             writer.event("exception", **labels, **_describe(error, one.body.file))
             reached = _EXCEPTION
         return reached
-
-
-@dataclass
-class _End:
-    """How a child ended."""
-
-    status: int = 0
-    signal: int | None = None
-    timed_out: bool = False
-    interrupted: bool = False
-    blocked: bool = False
-    where: str | None = None
-    memory_events: dict[str, int] | None = None
-
-
-class _Watched:
-    """Waits for the end of one child, by pidfd where the kernel has it (5.3), else by looking again."""
-
-    def __init__(self, pid: int, wakeup_fd: int) -> None:
-        self._pid = pid
-        self._wakeup_fd = wakeup_fd
-        self._poll = select.poll()
-        self._poll.register(wakeup_fd, select.POLLIN)
-        try:
-            self._fd = os.pidfd_open(pid)
-            self._poll.register(self._fd, select.POLLIN)
-        except (OSError, AttributeError):
-            self._fd = -1
-
-    def __enter__(self) -> _Watched:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-
-    def _is_dead(self) -> bool:
-        # WNOWAIT: it stays a zombie, so that its process group cannot be another's yet.
-        return os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-
-    def ended(self, seconds: float) -> bool:
-        """Return whether the child has ended, after waiting at most so long; a signal ends the wait."""
-        deadline = time.monotonic() + seconds
-        while True:
-            if self._is_dead():
-                return True
-            left = deadline - time.monotonic()
-            if left <= 0:
-                return False
-            step = left if self._fd >= 0 else min(left, 0.02)
-            for fd, _ in self._poll.poll(step * 1000):
-                if fd == self._wakeup_fd:
-                    with contextlib.suppress(BlockingIOError):
-                        os.read(self._wakeup_fd, 512)
-                    return self._is_dead()
-
-
-def _kill(pid: int) -> None:
-    """Kill a child and all that is left of its session's process group."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
-
-
-def _await_group(pid: int, seconds: float = 1.0) -> None:
-    """Wait until the killed processes of a child's group are gone, and their pins with them."""
-    deadline = time.monotonic() + seconds
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        while time.monotonic() < deadline:
-            os.killpg(pid, 0)
-            time.sleep(0.005)
-
-
-def _where(pid: int) -> str | None:
-    """Return where in the kernel a process waits, as far as it may be seen."""
-    for name in ("stack", "wchan"):
-        with contextlib.suppress(OSError):
-            text = Path(f"/proc/{pid}/{name}").read_text().strip()
-            if text and text != "0":
-                return text[:2000]
-    return None
-
-
-def memory_events(pid: int) -> dict[str, int] | None:
-    """Return `memory.events` of the memory cgroup (v2) that an ended process, not yet reaped, was in.
-
-    None where it is the one that this process is in itself: its counts may be anyone's, of any time.
-    """
-    with contextlib.suppress(OSError, ValueError):
-        own, its = (
-            re.search(r"^0::(.*)", Path(f"/proc/{one}/cgroup").read_text(), re.M) for one in ("self", pid)
-        )
-        root = re.search(r"^\S+ (\S+) cgroup2 ", Path("/proc/self/mounts").read_text(), re.M)
-        if root and own and its and own[1] != its[1]:
-            lines = Path(root[1] + its[1], "memory.events").read_text().splitlines()
-            return {name: int(count) for name, count in (line.split() for line in lines)}
-    return None
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
-def _read_output(fd: int) -> str:
-    size = os.fstat(fd).st_size
-    text = os.pread(fd, _OUTPUT_LIMIT, 0).decode("utf-8", "backslashreplace").strip()
-    if size > _OUTPUT_LIMIT:
-        text += f" … ({size - _OUTPUT_LIMIT} bytes more)"
-    return text
 
 
 def _describe(error: BaseException, file: str) -> dict[str, Any]:
