@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from regrepro.errors import Unmet, UsageError, errno_name
 from regrepro.stage import buffers
 from regrepro.stage.buffers import Buffer, Place
+from regrepro.stage.pages import Look
 from regrepro.stage.pins import Pin, refusal_facts
 from regrepro.stage.ports import ORDINARY, PAGE_SIZE, UNPINNABLE, Backend, has_unpinnable, readable
 from regrepro.stage.rdma import find_device
@@ -274,8 +275,8 @@ class CudaMemory:
             pin.errno = errno_name(drawn.error.errno or 0)
         stage._record_pin(
             pin,
-            None,
-            stage._look(buffer, counts=True),
+            Look(None),
+            stage._pages.look(buffer),
             pages_unknown="this call itself was to make the memory and pin it",
             api=HostAllocation.api,
             **refusal_facts(drawn.error),
@@ -319,7 +320,7 @@ class CudaMemory:
         facts: dict[str, Any] = {}
         if not buffer.no_pages:
             facts = vma_facts(buffer.address)
-            facts |= page_facts(stage._look(buffer, counts=True))
+            facts |= page_facts(stage._pages.look(buffer).state)
         if cuda is not None:
             facts["pointer"] = self._pointer(cuda, buffer.address)
             told = cuda.properties(stage.backend.options.gpu)

@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from regrepro.errors import Unmet, UsageError
 from regrepro.errors import errno_name as name_of
 from regrepro.kernel import own_process
-from regrepro.record import Encoded, RecordWriter, encoded
+from regrepro.record import RecordWriter
 from regrepro.scenario import Change, Value
 from regrepro.stage import buffers, own_pin, pins, series
 from regrepro.stage.buffers import BACKINGS, Buffer, Place
+from regrepro.stage.pages import Look, PageStates
 from regrepro.stage.pins import Pin
 from regrepro.stage.ports import (
     PAGE_SIZE,
@@ -29,8 +29,6 @@ from regrepro.stage.ports import (
     PageState,
     Range,
     Tracer,
-    join,
-    readable,
     register_whole,
 )
 from regrepro.stage.registrations import Registration
@@ -54,24 +52,6 @@ _TRACED_SUCCESSES = 16
 
 # Lines of /proc/self/maps that an event holds at most.
 _MAPPINGS = 64
-
-# A page state whose text is longer is written once; events that find it unchanged refer to it.
-_REFER_ABOVE = 2000
-
-# Arrays of a page state; two states that agree in all of them are the same.
-_STATE_ARRAYS = (
-    "pfn",
-    "place",
-    "state",
-    "node",
-    "refcount",
-    "mapcount",
-    "pincount",
-    "baseline",
-    "large",
-    "file",
-    "exclusive",
-)
 
 # A harness' own pin that the kernel does not offer at all: nothing was learnt of the bug.
 _NOT_OFFERED = {
@@ -118,11 +98,7 @@ class Stage:
         self._registrations: list[Registration] = []
         self._series: list[Series] = []
         self._count = {"buffer": 0, "pin": 0, "registration": 0, "series": 0}
-        self._written: dict[int, _Written] = {}  # by buffer
-        self._unplaced: list[
-            tuple[_Written, str]
-        ] = []  # written by the event that is being made, under a key
-        self._known: dict[int, tuple[PageState, tuple[bytes, ...]]] = {}
+        self._pages = PageStates(backend)
         self._locked = own_process.Locked()
 
     # What a body calls
@@ -228,7 +204,7 @@ class Stage:
         where: dict[str, Any] = {"offset": ranges[0][0], "length": ranges[0][1]}
         if pages is not None:
             where = {"ranges": [list(item) for item in ranges]}
-        before = after = self._look(buffer, counts=True)
+        before = after = self._pages.look(buffer)
         if wanted == "none":
             self._record_pin(made, before, after, api=None, trace=None, stand_in=None, **where)
             return made
@@ -251,7 +227,7 @@ class Stage:
             pins.abandon(held)
             made.errno = errno_name(error)
         made._held = held
-        after = self._look(buffer, counts=True)
+        after = self._pages.look(buffer)
         if held:
             self._pins.append(made)
         self._record_pin(
@@ -308,7 +284,8 @@ class Stage:
         counts = bool(held) or buffer.pages <= _ALWAYS_COUNT_PAGES
         # What a long loop of large registrations would spend most of its time on.
         may_infer = not counts and buffer.backing == "anonymous"
-        before = self._look_again(buffer) if may_infer else _Look(self._look(buffer, counts=counts))
+        look = self._pages.look
+        before = self._pages.look_again(buffer) if may_infer else look(buffer, counts=counts)
         alive_before = [pin.alive() for pin in held]
         limits = self._locked.read()
 
@@ -325,9 +302,9 @@ class Stage:
         else:
             self._registrations.append(made)
         if may_infer and error is None:
-            after = self._look_again(buffer)
+            after = self._pages.look_again(buffer)
         else:
-            after = _Look(self._look(buffer, counts=counts or error is not None))
+            after = look(buffer, counts=counts or error is not None)
         self._event(
             "register",
             registration=made.id,
@@ -350,10 +327,7 @@ class Stage:
             stand_in=device.stand_in,
             limits=limits,
             **refused,
-            **(
-                self._pages("before", buffer, before.state, inferred=before.inferred)
-                | self._pages("after", buffer, after.state, inferred=after.inferred)
-            ),
+            **self._pages.around(buffer, before, after),
         )
         return made
 
@@ -375,7 +349,7 @@ class Stage:
         size = series.check(buffer, count, length)
         made = Series(self, self._next("series"), buffer, count)
         flags = tuple(access) if access is not None else None
-        before = self._look(buffer, counts=False)
+        before = self._pages.look(buffer, counts=False)
         self._series.append(made)
         facts = series.run(self, made, length=size, access=flags, keep=keep)
         self._event(
@@ -388,10 +362,7 @@ class Stage:
             succeeded=made.succeeded,
             errno=made.errno,
             **facts,
-            **(
-                self._pages("before", buffer, before)
-                | self._pages("after", buffer, self._look(buffer, counts=False))
-            ),
+            **self._pages.around(buffer, before, self._pages.look(buffer, counts=False)),
         )
         return made
 
@@ -412,7 +383,7 @@ class Stage:
             checksum_after=checksum_after,
             was_alive=was_alive,
             stand_in=pin.owner if pin.owner != "cuda" else None,
-            **self._pages("after", pin.buffer, self._look(pin.buffer, counts=True)),
+            **self._pages.keys("after", pin.buffer, self._pages.look(pin.buffer)),
         )
 
     def deregister(self, registration: Registration) -> None:
@@ -480,7 +451,7 @@ class Stage:
             self.backend.move(memory.address, buffer.address, buffer.length)
         finally:
             memory.close()
-        self._known.pop(buffer.id, None)
+        self._pages.moved(buffer)
         self._event(
             "step",
             name="renew",
@@ -488,14 +459,14 @@ class Stage:
             place=asked,
             placed=placed,
             **({"search": facts} if facts else {}),
-            **self._pages("pages", buffer, self._look(buffer, counts=True)),
+            **self._pages.keys("pages", buffer, self._pages.look(buffer)),
         )
 
     def look(self, buffer: Buffer) -> PageState | None:
         """Read and record where a buffer's pages lie now; None where that cannot be read."""
-        state = self._look(buffer, counts=True)
-        self._event("step", name="look", buffer=buffer.id, **self._pages("pages", buffer, state))
-        return state
+        seen = self._pages.look(buffer)
+        self._event("step", name="look", buffer=buffer.id, **self._pages.keys("pages", buffer, seen))
+        return seen.state
 
     def note(self, text: str) -> None:
         """Record something worth telling a person."""
@@ -538,7 +509,7 @@ class Stage:
         """Take a buffer into the pass and record it, with its pages and facts of the search for them."""
         if not made.freed:
             self._buffers.append(made)
-        state = self._look(made, counts=True)
+        seen = self._pages.look(made)
         self._event(
             "buffer",
             buffer=made.id,
@@ -553,12 +524,12 @@ class Stage:
             stand_in=made.stand_in,
             **more,
             **({"search": search} if search else {}),
-            **self._pages("pages", made, state),
+            **self._pages.keys("pages", made, seen),
         )
-        self._note_fresh_pages(made, state)
+        self._note_fresh_pages(made, seen.state)
         return made
 
-    def _record_pin(self, made: Pin, before: PageState | None, after: PageState | None, **keys: Any) -> None:
+    def _record_pin(self, made: Pin, before: Look, after: Look, **keys: Any) -> None:
         self._event(
             "pin",
             pin=made.id,
@@ -566,14 +537,12 @@ class Stage:
             kind=made.kind,
             owner=made.owner,
             errno=made.errno,
-            **(self._pages("before", made.buffer, before) | self._pages("after", made.buffer, after) | keys),
+            **(self._pages.around(made.buffer, before, after) | keys),
         )
 
     def _event(self, event: str, /, **keys: Any) -> int:
         seq = self._writer.event(event, **self._labels, **keys)
-        for written, key in self._unplaced:
-            written.seq, written.key = seq, key
-        self._unplaced.clear()
+        self._pages.recorded(seq)
         return seq
 
     def _refused_in_series(self, made: Series, what: str, end: series.Refusal) -> str:
@@ -613,8 +582,7 @@ class Stage:
             self.release(pin)
         buffer.freed = True
         self._buffers.remove(buffer)
-        self._written.pop(buffer.id, None)
-        self._known.pop(buffer.id, None)
+        self._pages.freed(buffer)
         buffer._memory.close()
         self._event("free", buffer=buffer.id, stand_in=buffer.stand_in)
 
@@ -647,56 +615,6 @@ class Stage:
             facts["refuses_writable_files"] = own_process.refuses_writable_files()
         return facts
 
-    def _look(self, buffer: Buffer, *, counts: bool) -> PageState | None:
-        if buffer.no_pages:
-            return None
-        return self.backend.snapshot(buffer.address, buffer.length, counts=counts)
-
-    def _look_again(self, buffer: Buffer) -> _Look:
-        """Read a state, unless the kernel's own counters prove that no page has moved since it was read.
-
-        A page of anonymous memory that this process does not share changes its frame by migration, by being
-        swapped out, by the collapse of a huge page, or by a fault of this process. The kernel counts each of
-        them (`System.movements`); where none was counted, the pages have the frames that they had. What
-        their pageblocks are is read again.
-        """
-        counted = self.backend.movements()
-        known = self._known.get(buffer.id)
-        if (
-            known is not None
-            and counted is not None
-            and known[1] == counted
-            and self.backend.same_places(known[0])
-        ):
-            return _Look(known[0], inferred=True)
-        state = self._look(buffer, counts=False)
-        if state is not None and counted is not None:
-            self._known[buffer.id] = (state, counted)
-        return _Look(state)
-
-    def _pages(
-        self, key: str, buffer: Buffer, state: PageState | None, *, inferred: bool = False
-    ) -> dict[str, Any]:
-        """Return a page state as keys of an event."""
-        last = self._written.get(buffer.id)
-        if state is None:
-            return {key: None, "pages_unknown": buffer.no_pages or _NO_MAP}
-        known = last is not None and state is last.state
-        if not known and not readable(state):
-            return {key: None, "pages_unknown": join(state.problems) or "the pages could not be read"}
-        # Before and after are the same more often than not: encode equal states once.
-        if last is None or not (known or _same(last.state, state)):
-            last = _Written(state, encoded(state.as_record()))
-            self._written[buffer.id] = last
-            self._unplaced.append((last, key))
-            return {key: last.text}
-        if len(last.text.text) <= _REFER_ABOVE:
-            return {key: state.as_record() | _INFERRED if inferred else last.text}
-        place: dict[str, Any] = {"seq": last.seq, "key": last.key}
-        if last.seq is None:  # in this very event
-            place = {"key": next(its for written, its in self._unplaced if written is last)}
-        return {key: {"same_as": place} | (_INFERRED if inferred else {})}
-
     def _note_fresh_pages(self, buffer: Buffer, state: PageState | None) -> None:
         """Say so where fresh pages bear a reference of the kernel's own: it is nobody's pin."""
         refcount, mapcount = getattr(state, "refcount", None), getattr(state, "mapcount", None)
@@ -709,42 +627,3 @@ class Stage:
                 "freshly touched pages wait in a per-CPU LRU batch, which the kernel drains before it "
                 "pins or moves them"
             )
-
-
-@dataclass
-class _Written:
-    """A page state as the record holds it in full: in which event, under which key."""
-
-    state: PageState
-    text: Encoded
-    seq: int | None = None
-    key: str = ""
-
-
-@dataclass(frozen=True)
-class _Look:
-    """A page state, read now or inferred to be what was read before."""
-
-    state: PageState | None
-    inferred: bool = False
-
-
-_NO_MAP = "no map of this node's memory could be read"
-
-_INFERRED = {
-    "how": "inferred",
-    "source": "frames as read before: since then /proc/vmstat counted no migration, swap or collapse, and "
-    "getrusage no fault; their places were read again",
-}
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Return whether two page states hold the same, array by array."""
-    for name in _STATE_ARRAYS:
-        a, b = getattr(one, name, None), getattr(other, name, None)
-        if a is None or b is None:
-            if a is not b:
-                return False
-        elif a is not b and (len(a) != len(b) or not (a == b).all()):
-            return False
-    return list(one.problems) == list(other.problems)
