@@ -174,32 +174,40 @@ class HostAllocation:
         self._mapped = False
 
 
-class DeviceAllocation:
-    """Memory of the GPU: an address range, and no page of this host (a stand-in's is never looked at)."""
+class NoHostMemory:
+    """A range without a page of this host: no byte of it is read or written. CUDA refused it, or it is a
+    GPU's.
+    """
 
-    def __init__(self, cuda: Any, length: int, gpu: int, *, vmm: bool) -> None:
-        self._cuda = cuda
-        self._vmm: Any = None
-        self._mapped = True
-        if vmm:
-            self._vmm = ask(lambda: cuda.vmm_alloc(length, gpu))
-            self.address: int = self._vmm.address
-            self.length: int = self._vmm.length
-        else:
-            self.address = ask(lambda: cuda.malloc(length))
-            self.length = length
+    def __init__(self, length: int) -> None:
+        self.address = 0
+        self.length = length
 
-    def populate(self, threads: int = 1) -> None:
-        """Device memory is there once allocated."""
+    def populate(self, threads: int = 1) -> None: ...
 
-    def fill(self, seed: int) -> None:
-        """Left as it is: nothing here computes on a GPU."""
+    def fill(self, seed: int) -> None: ...
 
     def checksum(self) -> int:
         return 0
 
     def vma(self) -> str:
         return ""
+
+    def close(self) -> None: ...
+
+
+class DeviceAllocation(NoHostMemory):
+    """Memory of the GPU; what a stand-in gives for it is never looked at."""
+
+    def __init__(self, cuda: Any, length: int, gpu: int, *, vmm: bool) -> None:
+        super().__init__(length)
+        self._cuda = cuda
+        self._vmm: Any = ask(lambda: cuda.vmm_alloc(length, gpu)) if vmm else None
+        self._mapped = True
+        if vmm:
+            self.address, self.length = self._vmm.address, self._vmm.length
+        else:
+            self.address = ask(lambda: cuda.malloc(length))
 
     def close(self) -> None:
         if self._mapped:
@@ -260,7 +268,7 @@ class CudaMemory:
         kind, owner = backend.default_pin()
         drawn, placed, search = draw(stage, size, asked, lambda: HostAllocation(backend, cuda, size, flags))
         number, memory = stage._next("buffer"), drawn.memory
-        buffer = CudaBuffer(stage, number, memory or _Refused(size), "cuda-host", placed)
+        buffer = CudaBuffer(stage, number, memory or NoHostMemory(size), "cuda-host", placed)
         buffer.stand_in = cuda.stand_in
         pin = Pin(stage, stage._next("pin"), buffer, kind, owner)
         if memory is not None:
@@ -376,26 +384,6 @@ class CudaMemory:
             stand_in=cuda.stand_in,
         )
         return fd
-
-
-class _Refused:
-    """The range that CUDA did not give: no address, no page."""
-
-    def __init__(self, length: int) -> None:
-        self.address = 0
-        self.length = length
-
-    def populate(self, threads: int = 1) -> None: ...
-
-    def fill(self, seed: int) -> None: ...
-
-    def checksum(self) -> int:
-        return 0
-
-    def vma(self) -> str:
-        return ""
-
-    def close(self) -> None: ...
 
 
 @dataclass
