@@ -78,10 +78,9 @@ def held_by(take: Callable[[int, int], pins.HeldPin], seconds: float, before: bo
             if before:
                 read_by_process_vm(buffer)
             pin = take(buffer.address, buffer.length)
-            why = register(pd, buffer)
+            tell(register(pd, buffer))
             time.sleep(seconds)
             pin.release()
-            tell(why)
             time.sleep(HOLD)
 
     return body
