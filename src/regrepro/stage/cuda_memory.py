@@ -202,9 +202,10 @@ class DeviceAllocation(NoHostMemory):
     def __init__(self, cuda: Any, length: int, gpu: int, *, vmm: bool) -> None:
         super().__init__(length)
         self._cuda = cuda
-        self._vmm: Any = ask(lambda: cuda.vmm_alloc(length, gpu)) if vmm else None
+        self._vmm: Any = None
         self._mapped = True
         if vmm:
+            self._vmm = ask(lambda: cuda.vmm_alloc(length, gpu))
             self.address, self.length = self._vmm.address, self._vmm.length
         else:
             self.address = ask(lambda: cuda.malloc(length))
