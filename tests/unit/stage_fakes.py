@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy
 
+from regrepro.core.memory import Range
 from regrepro.kernel.zones import Zone
 from regrepro.options import RunOptions
 from regrepro.record import FILE_NAME, RecordWriter, read_record
@@ -193,6 +194,10 @@ class FakeBackend:
         for index, source in enumerate(sources):
             self.pages[target + index * PAGE_SIZE] = self.pages.pop(int(source))
 
+    def move(self, source: int, target: int, length: int) -> None:
+        for offset in range(0, length, PAGE_SIZE):
+            self.pages[target + offset] = self.pages.pop(source + offset)
+
     def view(self, address: int, length: int) -> memoryview:
         for one in self.ranges:
             if one.address <= address < one.address + one.length:
@@ -309,3 +314,23 @@ class Bench:
 
 def places(event: dict[str, Any], key: str = "pages") -> list[str]:
     return [place for _, count, place in event[key]["place"] for _ in range(count)]
+
+
+class RealMemory(FakeBackend):
+    """A fake machine whose memory is this process' own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory_map = None
+
+    def allocate(self, length: int, backing: str) -> Any:
+        return Range.memfd(length) if backing == "memfd" else Range.anonymous(length, huge=False)
+
+    def view(self, address: int, length: int) -> memoryview:
+        import ctypes
+
+        return memoryview((ctypes.c_char * length).from_address(address)).cast("B")
+
+
+def steps(stage: Stage) -> list[dict[str, Any]]:
+    return [event for event in read_record(stage._writer.path).events if event["event"] == "step"]

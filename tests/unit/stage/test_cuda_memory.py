@@ -7,7 +7,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy
 import pytest
 from stage_fakes import CMA, FakeBackend, FakePin
 
@@ -103,10 +102,6 @@ class CudaBackend(FakeBackend):
 
     def default_pin(self) -> tuple[str, str]:
         return "pin", "standin:pin"
-
-    def move(self, source: int, target: int, length: int) -> None:
-        for offset in range(0, length, PAGE_SIZE):
-            self.pages[target + offset] = self.pages.pop(source + offset)
 
 
 class Range:
@@ -292,6 +287,8 @@ VmFlags: {flags}
 7f0000010000-7f0000020000 rw-p 00000000 00:00 0
 VmFlags: rd wr
 """
+
+
 REAL_VMA_FACTS = cuda_memory.vma_facts
 
 
@@ -351,27 +348,3 @@ def test_why_no_peer_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert "host memory" in cuda_memory.no_peer_memory(backend)
     backend.the_cuda.stand_in = None
     assert not cuda_memory.no_peer_memory(backend)
-
-
-def test_new_pages_at_the_same_addresses(tmp_path: Path) -> None:
-    backend = CudaBackend()
-    run = Run(tmp_path, backend)
-    buffer = run.stage.buffer(pages=4, place="unpinnable")
-    before = numpy.array([backend.pages[buffer.address + i * PAGE_SIZE][0] for i in range(4)])
-    run.stage.renew(buffer, "unpinnable")
-    after = numpy.array([backend.pages[buffer.address + i * PAGE_SIZE][0] for i in range(4)])
-    assert not (before == after).any()
-    [step] = run.events("step")
-    assert (step["name"], step["place"]) == ("renew", "unpinnable")
-    shared = run.stage.buffer(pages=1, backing="memfd")
-    with pytest.raises(UsageError, match="anonymous"):
-        run.stage.renew(shared)
-
-
-def test_the_best_of_many_draws_has_to_do(tmp_path: Path) -> None:
-    """Near the point where CMA is handed out, ordinary and CMA pages come by turns."""
-    run = Run(tmp_path, CudaBackend(lambda n: CMA if n % 5 == 0 else 0))
-    run.stage.buffer(pages=4, place="unpinnable", backing="memfd")
-    [made] = run.events("buffer")
-    assert sum(count for _, count, place in made["pages"]["place"] if place == "cma") == 1
-    assert "12 draws" in made["search"]["helped"]
