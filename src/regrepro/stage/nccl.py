@@ -11,7 +11,7 @@ send or receive, protocol, ordinary MR or dma-buf MR, errno.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from regrepro.scenario import Size
@@ -185,15 +185,7 @@ class Connection:
                 "buffer": device.id if device is not None else None,
                 "length": self.layout.device,
             },
-            subranges=[
-                {
-                    "protocol": part.protocol,
-                    "memory": part.memory,
-                    "offset": part.offset,
-                    "length": part.length,
-                }
-                for part in self.layout.subranges
-            ],
+            subranges=[asdict(part) for part in self.layout.subranges],
             send_mem=self.layout.send_mem,
             recv_mem=self.layout.recv_mem,
             stand_in=self._stand_in(),

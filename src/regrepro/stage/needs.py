@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 
 from regrepro.errors import Unmet
 from regrepro.scenario import KERNEL_NEED
+from regrepro.stage.cuda_memory import no_dmabuf, no_peer_memory
 from regrepro.stage.ports import PAGE_SIZE, Backend, join, told
 from regrepro.stage.rdma import find_device
 
@@ -124,35 +125,14 @@ _io_uring = _probe_pin(
 )
 
 
-def _lab(backend: Backend) -> None:
-    if not backend.in_lab:
-        raise Unmet("lab", "this scenario could hurt a node", "run it in a virtual machine: regrepro lab run")
+def _unless(need: str, why_not: Callable[[Backend], str], how: str) -> Callable[[Backend], None]:
+    """Return the check of a need that is met where `why_not` returns nothing."""
 
+    def check_it(backend: Backend) -> None:
+        if why := why_not(backend):
+            raise Unmet(need, why, how)
 
-def _cuda(backend: Backend) -> None:
-    why = backend.why_no_cuda()
-    if why:
-        raise Unmet("cuda", why, "run on a GPU node, or with --cuda standin:pin or standin:longterm")
-
-
-def _dmabuf(backend: Backend) -> None:
-    from regrepro.stage.cuda_memory import no_dmabuf
-
-    why = no_dmabuf(backend)
-    if why:
-        raise Unmet(
-            "dmabuf",
-            why,
-            "use an RDMA card whose driver has it (mlx5 since Linux 5.12), and NVIDIA's open kernel modules",
-        )
-
-
-def _peer_memory(backend: Backend) -> None:
-    from regrepro.stage.cuda_memory import no_peer_memory
-
-    why = no_peer_memory(backend)
-    if why:
-        raise Unmet("peer-memory", why, "on a GPU node: modprobe nvidia-peermem")
+    return check_it
 
 
 _CHECKS: dict[str, Callable[[Backend], None]] = {
@@ -169,11 +149,23 @@ _CHECKS: dict[str, Callable[[Backend], None]] = {
     ),
     "registrar": _device,
     "rdma": _rdma,
-    "cuda": _cuda,
-    "dmabuf": _dmabuf,
-    "peer-memory": _peer_memory,
+    "cuda": _unless(
+        "cuda",
+        lambda backend: backend.why_no_cuda(),
+        "run on a GPU node, or with --cuda standin:pin or standin:longterm",
+    ),
+    "dmabuf": _unless(
+        "dmabuf",
+        no_dmabuf,
+        "use an RDMA card whose driver has it (mlx5 since Linux 5.12), and NVIDIA's open kernel modules",
+    ),
+    "peer-memory": _unless("peer-memory", no_peer_memory, "on a GPU node: modprobe nvidia-peermem"),
     "page-state": _page_state,
     "userfaultfd": _userfaultfd,
     "io-uring": _io_uring,
-    "lab": _lab,
+    "lab": _unless(
+        "lab",
+        lambda backend: "" if backend.in_lab else "this scenario could hurt a node",
+        "run it in a virtual machine: regrepro lab run",
+    ),
 }
