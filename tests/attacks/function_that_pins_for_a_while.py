@@ -9,7 +9,6 @@ from regrepro.core import pins
     needs=("root", "unpinnable", "registrar"),
     expects={"pin": "reproduced"},
     controls={"no-pin": change(pin="none")},
-    profiles=(),
     timeout=180,
 )
 def function_that_pins_for_a_while(stage: Stage) -> None:

@@ -9,7 +9,6 @@ from regrepro.core import pins
     needs=("root", "unpinnable", "registrar", "io-uring"),
     expects={"longterm": {"verdict": "not-reproduced", "basis": "pin"}},
     controls={"short-term": change(pin="pin")},
-    profiles=(),
     timeout=180,
 )
 def function_that_pins_for_long(stage: Stage) -> None:

@@ -11,7 +11,6 @@ from regrepro.core import pins
     needs=("root", "unpinnable", "registrar"),
     expects={"pin": "unmet"},
     controls={"ordinary-memory": change(place="ordinary")},
-    profiles=(),
     timeout=180,
 )
 def function_that_pins_nothing(stage: Stage) -> None:

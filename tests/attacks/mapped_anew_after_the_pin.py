@@ -14,7 +14,6 @@ MAP_FIXED = 0x10
     needs=("root", "unpinnable", "registrar"),
     expects={"pin": "unmet", "get": "unmet"},
     controls={"no-pin": change(pin="none")},
-    profiles=(),
     timeout=180,
 )
 def mapped_anew_after_the_pin(stage: Stage) -> None:

@@ -11,7 +11,6 @@ from regrepro.core.memory import Range
     needs=("root", "unpinnable", "registrar"),
     expects={"pin": "reproduced"},
     controls={"no-pin": change(pin="none")},
-    profiles=(),
     timeout=180,
     variants={
         "whole": {},

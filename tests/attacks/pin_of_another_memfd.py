@@ -8,7 +8,6 @@ from regrepro import Stage, change, scenario
     needs=("root", "unpinnable", "registrar"),
     expects={"pin": "unmet"},
     controls={"no-pin": change(pin="none")},
-    profiles=(),
     timeout=180,
 )
 def pin_of_another_memfd(stage: Stage) -> None:

@@ -9,7 +9,6 @@ from regrepro.core import pins
     needs=("root", "unpinnable", "registrar", "io-uring"),
     expects={"pin": "unmet"},
     controls={"no-pin": change(pin="none")},
-    profiles=(),
     timeout=180,
 )
 def pinned_twice_by_one_function(stage: Stage) -> None:

@@ -28,7 +28,6 @@ def private(buffer: Buffer) -> Range:
     needs=("root", "unpinnable", "registrar"),
     expects={"pin": {"verdict": "not-reproduced", "basis": "kernel"}},
     controls={"no-pin": change(pin="none")},
-    profiles=(),
     timeout=180,
 )
 def private_mapping_of_pinned_memfd(stage: Stage) -> None:

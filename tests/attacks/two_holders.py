@@ -9,7 +9,6 @@ from regrepro.core import pins
     needs=("root", "unpinnable", "registrar"),
     expects={"pin": "unmet"},
     controls={"no-pin": change(pin="none")},
-    profiles=(),
     timeout=180,
 )
 def two_holders(stage: Stage) -> None:
