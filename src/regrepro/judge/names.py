@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 
-def name_of(item: Mapping[str, Any]) -> str:
+def called(scenario: str, variant: str) -> str:
     """Return the name that a person reads: `file[memfd]`; without variants the scenario's."""
-    scenario, variant = str(item.get("scenario")), item.get("variant") or "default"
     return scenario if variant == "default" else f"{scenario}[{variant}]"
+
+
+def parsed(name: str) -> tuple[str, str]:
+    """Return scenario and variant of a name as `called` makes it."""
+    found = re.fullmatch(r"(\w+)\[(\w+)\]", name)
+    return (found[1], found[2]) if found else (name, "default")
+
+
+def name_of(item: Mapping[str, Any]) -> str:
+    """Return what a verdict or an event is called."""
+    return called(str(item.get("scenario")), str(item.get("variant") or "default"))
 
 
 def names_of(item: Mapping[str, Any]) -> tuple[str, ...]:
     """Return every name that means it in a command: `file`, `file[memfd]`, `file_memfd`."""
-    scenario, variant = str(item.get("scenario")), item.get("variant") or "default"
-    return (scenario,) if variant == "default" else (scenario, name_of(item), f"{scenario}_{variant}")
+    scenario, variant = parsed(name_of(item))
+    return (
+        (scenario,)
+        if variant == "default"
+        else (scenario, called(scenario, variant), f"{scenario}_{variant}")
+    )

@@ -59,3 +59,11 @@ def test_what_is_required_may_be_said_by_each_name(required: tuple[str, ...], st
 def test_a_variant_is_compared_with_the_scenario_that_it_once_was() -> None:
     [change] = compare(*verdicts(scenario="file_memfd"), *verdicts(**VARIANT)).changes
     assert (change.scenario, change.variant, change.direction) == ("file", "memfd", "same")
+
+
+def test_a_variant_that_was_never_begun_is_no_success() -> None:
+    record = build.reproduced_record()
+    record.header["run"]["names"] = ["pin_then_register", "file[memfd]"]
+    last = judge_record(record)["verdicts"][-1]
+    assert (last["scenario"], last["variant"], last["verdict"]) == ("file", "memfd", "error")
+    assert last["reason"].startswith("file[memfd] was asked for, but the run ended before it began")
