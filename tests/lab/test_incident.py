@@ -119,7 +119,8 @@ def test_a_boot_ends_in_the_verdicts_that_it_should(row: Row, tmp_path: Path) ->
     assert "Traceback" not in told, told
     verdicts = json.loads((out / "verdicts.json").read_text(encoding="utf-8"))
     found = {
-        names_of(item)[-1]: (item["verdict"], item["basis"], item["pin_owner"]) for item in verdicts["verdicts"]
+        names_of(item)[-1]: (item["verdict"], item["basis"], item["pin_owner"])
+        for item in verdicts["verdicts"]
     }
     assert found == row.verdicts, told
     assert done.returncode == row.exit_code, told
