@@ -26,6 +26,7 @@ import click
 from regrepro import __version__
 from regrepro.errors import EXIT_USAGE, EnvironmentProblem, RegreproError, UsageError
 from regrepro.judge import judge_record, questions
+from regrepro.judge.names import names_of
 from regrepro.options import (
     CUDA_CHOICES,
     PLACE_CHOICES,
@@ -163,8 +164,9 @@ def recorded_needs(record: Record) -> dict[str, list[str]]:
         if event.get("scenario"):
             declared = event.get("declared")
             needs = declared.get("needs") if isinstance(declared, Mapping) else None
-            kept = found.setdefault(str(event["scenario"]), [])
-            kept += [str(need) for need in needs] if isinstance(needs, list) else []
+            for name in names_of(event):
+                kept = found.setdefault(name, [])
+                kept += [str(need) for need in needs] if isinstance(needs, list) else []
     return found
 
 
@@ -287,7 +289,15 @@ def list_command(profile: str | None, as_json: bool, files: tuple[str, ...]) -> 
         click.echo(
             json.dumps(
                 [
-                    {"name": item.name, "summary": item.summary, "file": item.file, **item.declared()}
+                    {
+                        "name": item.name,
+                        "scenario": item.function,
+                        "variant": item.variant,
+                        "summary": item.summary,
+                        "file": item.file,
+                        "tags": list(item.tags),
+                        **item.declared(),
+                    }
                     for item in scenarios
                 ],
                 indent=2,
@@ -299,6 +309,8 @@ def list_command(profile: str | None, as_json: bool, files: tuple[str, ...]) -> 
         click.echo(f"{item.name:<{width}}  {item.summary}")
         expects = ", ".join(f"{in_words(it)} with {contract}" for contract, it in item.expects.items())
         click.echo(f"{'':<{width}}  expects {expects}; needs {', '.join(item.needs) or 'nothing'}")
+        if item.tags:
+            click.echo(f"{'':<{width}}  tags {', '.join(item.tags)}")
         if item.options:
             options = ", ".join(f"{name}={value}" for name, value in item.option_values(()).items())
             click.echo(f"{'':<{width}}  options {options}")
@@ -317,7 +329,7 @@ def run_command(
     """Run scenarios on this machine and judge what was seen."""
     from regrepro import runner
     from regrepro.progress import Lines, Silent
-    from regrepro.scenario import Library, check_options
+    from regrepro.scenario import Library, check_options, needs_by_name
 
     terms = make_terms(values)
     options = make_run_options(names, values)
@@ -325,7 +337,7 @@ def run_command(
     # What is wrong with names and files is said before anything is made.
     scenarios = library.select(names, options.profile)
     check_options(scenarios, options.option)
-    terms.check({item.name: item.needs for item in scenarios})
+    terms.check(needs_by_name(scenarios))
     made = out is None
     directory = default_out() if out is None else out
     progress = Silent() if quiet else Lines()

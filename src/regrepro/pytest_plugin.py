@@ -24,6 +24,8 @@ from regrepro.options import CUDA_CHOICES, PLACE_CHOICES, TRACE_CHOICES, RunOpti
 
 # The judge's words for questions, which the plugin imports only when a scenario has run.
 _QUESTIONS = ("reproduce", "driver", "kernel", "node")
+# The fields of `RunOptions` that an option of the same name gives as they are.
+_RUN_OPTIONS = ("cuda", "gpu", "rdma_device", "port", "gid_index", "trace", "place", "expect", "timeout")
 _ALLOW = "--regrepro-allow-unmet"
 _ALL = "all"
 _CHANGES = {"same": "as before", "better": "fixed", "worse": "newly broken", "cannot-tell": "cannot be told"}
@@ -74,12 +76,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     add("--regrepro-lab", metavar="KERNEL", help="Run each scenario in a virtual machine with this kernel.")
     add("--regrepro-boot", action="append", default=[], metavar="ARGUMENTS", help="Boot arguments for it.")
+    baseline = {
+        "dest": "regrepro_baseline",
+        "metavar": "RUNDIR",
+        "help": "A test fails only where it is worse than in this run.",
+    }
     try:
-        add("--baseline", "--regrepro-baseline", dest="regrepro_baseline", metavar="RUNDIR",
-            help="A test fails only where it is worse than in this run.")  # fmt: skip
+        add("--baseline", "--regrepro-baseline", **baseline)
     except ValueError:  # another plugin has --baseline
-        add("--regrepro-baseline", dest="regrepro_baseline", metavar="RUNDIR",
-            help="A test fails only where it is worse than in this run.")  # fmt: skip
+        add("--regrepro-baseline", **baseline)
 
 
 def pytest_load_initial_conftests(args: list[str]) -> None:
@@ -109,7 +114,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Refuse a `--regrepro-require` that names nothing that is there."""
     scenarios = [item.scenario for item in items if isinstance(item, ScenarioItem)]
-    config.stash[_SESSION].check_names({scenario.name: scenario.needs for scenario in scenarios})
+    config.stash[_SESSION].check_names(scenarios)
 
 
 def _needs() -> tuple[str, ...]:
@@ -224,12 +229,13 @@ class ScenarioItem(pytest.Item):
         session = self.config.stash[_SESSION]
         directory = session.run(self)
         from regrepro import judge
+        from regrepro.judge.names import name_of
         from regrepro.record import read_record
 
         record = read_record(directory)
         verdicts = judge.judge_record(record)
         (directory / "verdicts.json").write_text(json.dumps(verdicts, indent=2) + "\n", encoding="utf-8")
-        item = next((one for one in verdicts["verdicts"] if one["scenario"] == self.scenario.name), None)
+        item = next((one for one in verdicts["verdicts"] if name_of(one) == self.scenario.name), None)
         if item is None:
             raise _Failed(f"{self.scenario.name} has no verdict: {'; '.join(verdicts['problems'])}")
         for key in ("verdict", "pin_owner", "basis", "errno", "layer", "reason", "driver"):
@@ -297,12 +303,14 @@ class _Session:
             if not self._baseline:
                 raise pytest.UsageError(f"--baseline: {self.option('baseline')} holds no verdict")
 
-    def check_names(self, scenarios: Mapping[str, tuple[str, ...]]) -> None:
+    def check_names(self, collected: list[Any]) -> None:
         """Refuse a name that is neither a need nor one of the scenarios that were collected."""
         if not self.option("require") and not self.option("allow_unmet"):
             return
         from regrepro.judge.questions import check_declared, check_terms
+        from regrepro.scenario import needs_by_name
 
+        scenarios = needs_by_name(collected)
         allow = [need for need in self.option("allow_unmet") if need != _ALL]
         try:
             check_terms(self.option("require"), allow, scenarios=scenarios, needs=_needs())
@@ -316,26 +324,15 @@ class _Session:
             given = self.option("out")
             name = f"{time.strftime('%Y%m%d-%H%M%S')}-pytest"
             self.directory = Path(given) if given else Path("regrepro-runs") / name
-        directory = self.directory / item.scenario.name
+        directory = self.directory / item.scenario.names[-1]
         number = 2
         while (directory / "record.jsonl").exists():
-            directory = self.directory / f"{item.scenario.name}-{number}"
+            directory = self.directory / f"{item.scenario.names[-1]}-{number}"
             number += 1
         limit = self.option("pressure_limit")
         names = (f"{item.path}:{item.scenario.name}",)
-        options = RunOptions(
-            names=names,
-            cuda=self.option("cuda"),
-            gpu=self.option("gpu"),
-            rdma_device=self.option("rdma_device"),
-            port=self.option("port"),
-            gid_index=self.option("gid_index"),
-            trace=self.option("trace"),
-            place=self.option("place"),
-            pressure_limit=parse_size(limit) if limit else None,
-            expect=self.option("expect"),
-            timeout=self.option("timeout"),
-        )
+        given = {key: self.option(key) for key in _RUN_OPTIONS}
+        options = RunOptions(names=names, pressure_limit=parse_size(limit) if limit else None, **given)
         if self.option("lab") is not None:
             from regrepro.lab.run import LabOptions, lab_run
 
@@ -359,6 +356,7 @@ class _Session:
 
         What is unmet and what proves nothing fails, unless it is allowed: then it is a skip.
         """
+        from regrepro.judge.names import names_of
         from regrepro.judge.questions import ASIDE, GOOD, SILENT, UNDECIDED, standing
 
         self.ran += 1
@@ -380,9 +378,8 @@ class _Session:
         self.proofs += not open_ and item["verdict"] != "error"
         if good:
             return
-        required = test.scenario.name in self.option("require") or any(
-            entry.get("need") in self.option("require") for entry in item.get("unmet") or []
-        )
+        named = {*names_of(item), *(entry.get("need") for entry in item.get("unmet") or [])}
+        required = not named.isdisjoint(self.option("require"))
         allows = found.state == ASIDE or _ALL in allowed or (need and need in allowed)
         if open_ and allows and not required:
             reason = f"{say}: {item.get('reason')}"
@@ -399,7 +396,7 @@ class _Session:
         """
         from regrepro.compare import compare
 
-        before = (self._baseline or {}).get(test.scenario.name)
+        before = (self._baseline or {}).get(test.scenario.names[-1])
         if before is None:
             self.changes.append((test.scenario.name, "cannot be told", "it is not in the baseline"))
             return None, "it is not in the baseline", ""
@@ -429,6 +426,7 @@ def read_baseline(path: Path) -> dict[str, tuple[Mapping[str, Any], Mapping[str,
     Raises `UsageError` where there is none.
     """
     from regrepro import judge
+    from regrepro.judge.names import names_of
     from regrepro.record import FILE_NAME, read_record, record_path
 
     below = sorted(path.rglob(FILE_NAME)) if path.is_dir() and not (path / FILE_NAME).exists() else []
@@ -436,7 +434,7 @@ def read_baseline(path: Path) -> dict[str, tuple[Mapping[str, Any], Mapping[str,
     for file in below or [record_path(path)]:
         record = read_record(file)
         for item in judge.judge_record(record)["verdicts"]:
-            found[str(item["scenario"])] = (record.header, item)
+            found[names_of(item)[-1]] = (record.header, item)
     return found
 
 

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 from regrepro import Stage, change, scenario
-from regrepro.stage.faults import _checked, _libc
+from regrepro.stage.faults.base import checked, libc
 
 MAP_FIXED = 0x10
 IORESOURCE_MEM = 0x200
@@ -39,6 +39,6 @@ def device_behind_anonymous(stage: Stage) -> None:
         stage.unmet("pci", "no PCI device has a BAR that can be mapped", "run it in a guest with PCI")
     last = buffer.address + buffer.length - stage.page_size
     flags, protection = mmap.MAP_SHARED | MAP_FIXED, mmap.PROT_READ | mmap.PROT_WRITE
-    _checked(_libc.mmap(last, stage.page_size, protection, flags, fd, 0), "mmap")
+    checked(libc.mmap(last, stage.page_size, protection, flags, fd, 0), "mmap")
     os.close(fd)
     stage.register(buffer).deregister()

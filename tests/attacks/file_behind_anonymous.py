@@ -3,7 +3,7 @@
 import mmap
 
 from regrepro import Stage, change, scenario
-from regrepro.stage.faults import _checked, _libc
+from regrepro.stage.faults.base import checked, libc
 
 MAP_FIXED = 0x10
 
@@ -24,6 +24,6 @@ def file_behind_anonymous(stage: Stage) -> None:
     buffer, file = stage.buffer(pages=8), stage.buffer(pages=8, backing="file")
     half = buffer.length // 2
     flags, protection = mmap.MAP_SHARED | MAP_FIXED, mmap.PROT_READ | mmap.PROT_WRITE
-    _checked(_libc.mmap(buffer.address + half, half, protection, flags, file._memory.fd, 0), "mmap")
+    checked(libc.mmap(buffer.address + half, half, protection, flags, file._memory.fd, 0), "mmap")
     buffer.fill(7)
     stage.register(buffer).deregister()

@@ -5,14 +5,9 @@ from regrepro import Stage, change, scenario
 
 @scenario(
     shows="the second buffer fails, and that is the verdict",
-    needs=(
-        "root",
-        "unpinnable",
-        "registrar",
-    ),
+    needs=("root", "unpinnable", "registrar"),
     expects={"pin": "reproduced"},
     controls={"no-pin": change(pin="none")},
-    profiles=(),
     timeout=180,
 )
 def first_buffer_without_fault(stage: Stage) -> None:

@@ -12,7 +12,6 @@ from regrepro.core import pins
     needs=("root", "unpinnable", "registrar"),
     expects={"pin": "unmet"},
     controls={"no-pin": change(pin="none")},
-    profiles=(),
     timeout=180,
 )
 def function_that_fails_and_keeps_its_pin(stage: Stage) -> None:

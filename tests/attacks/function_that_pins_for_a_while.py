@@ -6,14 +6,9 @@ from regrepro.core import pins
 
 @scenario(
     shows="its references rose when it was called",
-    needs=(
-        "root",
-        "unpinnable",
-        "registrar",
-    ),
+    needs=("root", "unpinnable", "registrar"),
     expects={"pin": "reproduced"},
     controls={"no-pin": change(pin="none")},
-    profiles=(),
     timeout=180,
 )
 def function_that_pins_for_a_while(stage: Stage) -> None:

@@ -6,15 +6,9 @@ from regrepro.core import pins
 
 @scenario(
     shows="the trace shows one call, and what it asked for",
-    needs=(
-        "root",
-        "unpinnable",
-        "registrar",
-        "io-uring",
-    ),
+    needs=("root", "unpinnable", "registrar", "io-uring"),
     expects={"longterm": {"verdict": "not-reproduced", "basis": "pin"}},
     controls={"short-term": change(pin="pin")},
-    profiles=(),
     timeout=180,
 )
 def function_that_pins_for_long(stage: Stage) -> None:

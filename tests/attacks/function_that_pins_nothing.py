@@ -8,14 +8,9 @@ from regrepro.core import pins
 
 @scenario(
     shows="only what raised the references is blamed",
-    needs=(
-        "root",
-        "unpinnable",
-        "registrar",
-    ),
+    needs=("root", "unpinnable", "registrar"),
     expects={"pin": "unmet"},
     controls={"ordinary-memory": change(place="ordinary")},
-    profiles=(),
     timeout=180,
 )
 def function_that_pins_nothing(stage: Stage) -> None:

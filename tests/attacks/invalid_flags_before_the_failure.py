@@ -5,14 +5,9 @@ from regrepro import Stage, change, scenario
 
 @scenario(
     shows="a refusal of the arguments does not hide the bug that comes after it",
-    needs=(
-        "root",
-        "unpinnable",
-        "rdma",
-    ),
+    needs=("root", "unpinnable", "rdma"),
     expects={"pin": "reproduced"},
     controls={"no-pin": change(pin="none")},
-    profiles=(),
     timeout=180,
 )
 def invalid_flags_before_the_failure(stage: Stage) -> None:

@@ -8,7 +8,6 @@ from regrepro import Stage, change, scenario
     needs=("root", "unpinnable", "registrar", "io-uring"),
     expects={"pin": "reproduced"},
     controls={"no-pin": change(pin="none")},
-    profiles=(),
     timeout=180,
 )
 def long_term_pin_that_stays(stage: Stage) -> None:

@@ -5,15 +5,9 @@ from regrepro import Stage, change, scenario
 
 @scenario(
     shows="the verdict is the worst that is proven, not the first round's",
-    needs=(
-        "root",
-        "unpinnable",
-        "registrar",
-        "io-uring",
-    ),
+    needs=("root", "unpinnable", "registrar", "io-uring"),
     expects={"pin": "reproduced"},
     controls={"no-pin": change(pin="none")},
-    profiles=(),
     timeout=180,
 )
 def longterm_round_then_short_term(stage: Stage) -> None:

@@ -4,7 +4,7 @@ import ctypes
 import mmap
 
 from regrepro import Stage, change, scenario
-from regrepro.stage.faults import _libc
+from regrepro.stage.faults.base import libc
 
 MAP_FIXED = 0x10
 
@@ -14,7 +14,6 @@ MAP_FIXED = 0x10
     needs=("root", "unpinnable", "registrar"),
     expects={"pin": "unmet", "get": "unmet"},
     controls={"no-pin": change(pin="none")},
-    profiles=(),
     timeout=180,
 )
 def mapped_anew_after_the_pin(stage: Stage) -> None:
@@ -23,7 +22,7 @@ def mapped_anew_after_the_pin(stage: Stage) -> None:
     pin = stage.pin(buffer)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_FIXED
     address, length = ctypes.c_void_p(buffer.address), ctypes.c_size_t(buffer.length)
-    _libc.mmap(address, length, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
+    libc.mmap(address, length, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
     ctypes.memset(buffer.address, 1, buffer.length)
     stage.register(buffer).deregister()
     pin.release()

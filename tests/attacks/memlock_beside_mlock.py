@@ -1,7 +1,7 @@
 """Pages that mlock() locked do not count for an MR: mm->locked_vm is another account than mm->pinned_vm."""
 
 from regrepro import Stage, change, scenario
-from regrepro.stage.faults import _checked, _libc
+from regrepro.stage.faults.base import checked, libc
 
 
 @scenario(
@@ -16,5 +16,5 @@ def memlock_beside_mlock(stage: Stage) -> None:
 
     locked, other = stage.buffer(pages=40), stage.buffer(pages=40)
     with stage.faults.memlock(64 * stage.page_size, capable=False):
-        _checked(_libc.mlock(ctypes.c_void_p(locked.address), ctypes.c_size_t(locked.length)), "mlock")
+        checked(libc.mlock(ctypes.c_void_p(locked.address), ctypes.c_size_t(locked.length)), "mlock")
         stage.register(other).deregister()

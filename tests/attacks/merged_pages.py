@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 from regrepro import Stage, change, scenario
-from regrepro.stage.faults import _libc
+from regrepro.stage.faults.base import libc
 
 KSM, MADV_MERGEABLE = Path("/sys/kernel/mm/ksm"), 12
 
@@ -22,7 +22,7 @@ def merged_pages(stage: Stage) -> None:
         stage.unmet("ksm", "this kernel has none", "use a kernel with CONFIG_KSM")
     buffer = stage.buffer(pages=8, place="unpinnable")
     buffer.write(b"\x5a" * buffer.length)
-    _libc.madvise(ctypes.c_void_p(buffer.address), ctypes.c_size_t(buffer.length), MADV_MERGEABLE)
+    libc.madvise(ctypes.c_void_p(buffer.address), ctypes.c_size_t(buffer.length), MADV_MERGEABLE)
     (KSM / "run").write_text("1")
     end = time.monotonic() + 20
     while int((KSM / "pages_sharing").read_text()) < 7 and time.monotonic() < end:

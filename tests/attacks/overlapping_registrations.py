@@ -8,7 +8,6 @@ from regrepro import Stage, change, scenario
     needs=("root", "unpinnable", "registrar"),
     expects={"pin": "reproduced"},
     controls={"no-pin": change(pin="none")},
-    profiles=(),
     timeout=180,
 )
 def overlapping_registrations(stage: Stage) -> None:

@@ -6,14 +6,9 @@ from regrepro.core import pins
 
 @scenario(
     shows="a partial pin is a failure that is not proven, and not another failure",
-    needs=(
-        "root",
-        "unpinnable",
-        "registrar",
-    ),
+    needs=("root", "unpinnable", "registrar"),
     expects={"pin": "unmet"},
     controls={"no-pin": change(pin="none")},
-    profiles=(),
     timeout=180,
 )
 def part_of_what_was_promised(stage: Stage) -> None:

@@ -8,7 +8,6 @@ from regrepro import Stage, change, scenario
     needs=("root", "unpinnable", "registrar"),
     expects={"pin": "reproduced", "get": "reproduced"},
     controls={"no-pin": change(pin="none")},
-    profiles=(),
     timeout=180,
 )
 def pin_across_batches(stage: Stage) -> None:

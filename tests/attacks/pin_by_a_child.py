@@ -33,7 +33,6 @@ def in_a_child(address: int, length: int) -> Callable[[], None]:
     needs=("root", "unpinnable", "registrar"),
     expects={"pin": "reproduced"},
     controls={"no-pin": change(pin="none")},
-    profiles=(),
     timeout=180,
 )
 def pin_by_a_child(stage: Stage) -> None:

@@ -5,14 +5,9 @@ from regrepro import Stage, change, scenario
 
 @scenario(
     shows="a pin on other frames proves nothing of these",
-    needs=(
-        "root",
-        "unpinnable",
-        "registrar",
-    ),
+    needs=("root", "unpinnable", "registrar"),
     expects={"pin": "unmet"},
     controls={"no-pin": change(pin="none")},
-    profiles=(),
     timeout=180,
 )
 def pin_of_another_memfd(stage: Stage) -> None:

@@ -25,7 +25,6 @@ class Liar:
     needs=("root", "unpinnable", "registrar"),
     expects={"pin": "unmet"},
     controls={"no-pin": change(pin="none")},
-    profiles=(),
     timeout=180,
 )
 def pin_that_expires_unnoticed(stage: Stage) -> None:

@@ -6,15 +6,9 @@ from regrepro.core import pins
 
 @scenario(
     shows="that the pages moved says nothing of the pin that stands",
-    needs=(
-        "root",
-        "unpinnable",
-        "registrar",
-        "io-uring",
-    ),
+    needs=("root", "unpinnable", "registrar", "io-uring"),
     expects={"pin": "unmet"},
     controls={"no-pin": change(pin="none")},
-    profiles=(),
     timeout=180,
 )
 def pinned_twice_by_one_function(stage: Stage) -> None:

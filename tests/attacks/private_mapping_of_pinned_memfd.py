@@ -6,7 +6,7 @@ import mmap
 from regrepro import Stage, change, scenario
 from regrepro.core.memory import PAGE_SIZE, Range
 from regrepro.stage import Buffer
-from regrepro.stage.faults import _libc
+from regrepro.stage.faults.base import libc
 
 MREMAP_MAYMOVE, MREMAP_FIXED = 1, 2
 
@@ -19,7 +19,7 @@ def private(buffer: Buffer) -> Range:
     made = Range.anonymous(buffer.length, huge=False)
     length, flags = ctypes.c_size_t(buffer.length), MREMAP_MAYMOVE | MREMAP_FIXED
     to = ctypes.c_void_p(made.address)
-    _libc.mremap(ctypes.c_void_p(address), length, length, flags, to)
+    libc.mremap(ctypes.c_void_p(address), length, length, flags, to)
     return made
 
 
@@ -28,7 +28,6 @@ def private(buffer: Buffer) -> Range:
     needs=("root", "unpinnable", "registrar"),
     expects={"pin": {"verdict": "not-reproduced", "basis": "kernel"}},
     controls={"no-pin": change(pin="none")},
-    profiles=(),
     timeout=180,
 )
 def private_mapping_of_pinned_memfd(stage: Stage) -> None:

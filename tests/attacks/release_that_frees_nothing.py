@@ -6,14 +6,9 @@ from regrepro.core import pins
 
 @scenario(
     shows="without a retry that succeeds nothing is proven, and nothing is refuted",
-    needs=(
-        "root",
-        "unpinnable",
-        "registrar",
-    ),
+    needs=("root", "unpinnable", "registrar"),
     expects={"pin": "unmet"},
     controls={"no-pin": change(pin="none")},
-    profiles=(),
     timeout=180,
 )
 def release_that_frees_nothing(stage: Stage) -> None:

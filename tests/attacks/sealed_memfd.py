@@ -6,7 +6,7 @@ import os
 
 from regrepro import Stage, change, scenario
 from regrepro.core.memory import Range
-from regrepro.stage.faults import _checked, _libc
+from regrepro.stage.faults.base import checked, libc
 
 F_ADD_SEALS, F_SEAL_WRITE, MAP_FIXED = 1033, 0x8, 0x10
 
@@ -25,6 +25,6 @@ def sealed_memfd(stage: Stage) -> None:
     fcntl.fcntl(fd, F_ADD_SEALS, F_SEAL_WRITE)
     memory = Range.anonymous(size, huge=False)
     flags = mmap.MAP_SHARED | MAP_FIXED
-    _checked(_libc.mmap(memory.address, size, mmap.PROT_READ, flags, fd, 0), "mmap")
+    checked(libc.mmap(memory.address, size, mmap.PROT_READ, flags, fd, 0), "mmap")
     os.close(fd)
     stage.register(stage.adopt(memory, "memfd")).deregister()

@@ -5,7 +5,7 @@ import os
 
 from regrepro import Stage, change, scenario
 from regrepro.core.memory import Range
-from regrepro.stage.faults import _checked, _libc
+from regrepro.stage.faults.base import checked, libc
 
 SYS_MEMFD_SECRET, MAP_FIXED = 447, 0x10
 
@@ -22,13 +22,13 @@ SYS_MEMFD_SECRET, MAP_FIXED = 447, 0x10
 def secret_memory(stage: Stage) -> None:
     """Register 8 pages of secret memory."""
     size = 8 * stage.page_size
-    fd = _libc.syscall(SYS_MEMFD_SECRET, os.O_CLOEXEC)
+    fd = libc.syscall(SYS_MEMFD_SECRET, os.O_CLOEXEC)
     if fd < 0:
         stage.unmet("memfd_secret", "this kernel offers none", "boot with secretmem.enable=1")
     os.ftruncate(fd, size)
     memory = Range.anonymous(size, huge=False)
     flags, protection = mmap.MAP_SHARED | MAP_FIXED, mmap.PROT_READ | mmap.PROT_WRITE
-    _checked(_libc.mmap(memory.address, size, protection, flags, fd, 0), "mmap")
+    checked(libc.mmap(memory.address, size, protection, flags, fd, 0), "mmap")
     memory.fill(1)
     stage.register(stage.adopt(memory, "memfd")).deregister()
     os.close(fd)

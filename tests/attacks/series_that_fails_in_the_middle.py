@@ -5,14 +5,9 @@ from regrepro import Stage, change, scenario
 
 @scenario(
     shows="what a series could not register is judged like any registration",
-    needs=(
-        "root",
-        "unpinnable",
-        "registrar",
-    ),
+    needs=("root", "unpinnable", "registrar"),
     expects={"pin": "reproduced"},
     controls={"no-pin": change(pin="none")},
-    profiles=(),
     timeout=180,
 )
 def series_that_fails_in_the_middle(stage: Stage) -> None:

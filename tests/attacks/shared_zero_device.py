@@ -5,7 +5,7 @@ import os
 
 from regrepro import Stage, change, scenario
 from regrepro.core.memory import Range
-from regrepro.stage.faults import _checked, _libc
+from regrepro.stage.faults.base import checked, libc
 
 MAP_FIXED = 0x10
 
@@ -22,9 +22,9 @@ def shared_zero_device(stage: Stage) -> None:
     fd = os.open("/dev/zero", os.O_RDWR | os.O_CLOEXEC)
     memory = Range.anonymous(size, huge=False)
     flags, protection = mmap.MAP_SHARED | MAP_FIXED, mmap.PROT_READ | mmap.PROT_WRITE
-    _checked(_libc.mmap(memory.address, size, protection, flags, fd, 0), "mmap")
+    checked(libc.mmap(memory.address, size, protection, flags, fd, 0), "mmap")
     os.close(fd)
     memory.fill(1)
     buffer = stage.adopt(memory, "shm")
-    _checked(_libc.mprotect(buffer.address + size // 2, size // 2, 0), "mprotect")
+    checked(libc.mprotect(buffer.address + size // 2, size // 2, 0), "mprotect")
     stage.register(buffer).deregister()

@@ -5,14 +5,9 @@ from regrepro import Stage, change, scenario
 
 @scenario(
     shows="every round is judged",
-    needs=(
-        "root",
-        "unpinnable",
-        "registrar",
-    ),
+    needs=("root", "unpinnable", "registrar"),
     expects={"pin": "reproduced"},
     controls={"no-pin": change(pin="none")},
-    profiles=(),
     timeout=180,
 )
 def third_round_of_a_soak(stage: Stage) -> None:

@@ -6,14 +6,9 @@ from regrepro.core import pins
 
 @scenario(
     shows="what the pin does not explain is missing, and refutes nothing",
-    needs=(
-        "root",
-        "unpinnable",
-        "registrar",
-    ),
+    needs=("root", "unpinnable", "registrar"),
     expects={"pin": "unmet"},
     controls={"no-pin": change(pin="none")},
-    profiles=(),
     timeout=180,
 )
 def two_holders(stage: Stage) -> None:

@@ -25,6 +25,7 @@ sys.path.insert(0, str(ROOT / "tests" / "lab"))
 from guest_audit import Tap, rdma_device  # noqa: E402
 
 from regrepro import judge, runner  # noqa: E402
+from regrepro.judge.names import names_of  # noqa: E402
 from regrepro.options import RunOptions  # noqa: E402
 from regrepro.record import read_record  # noqa: E402
 from regrepro.stage import nccl  # noqa: E402
@@ -152,7 +153,7 @@ def contract(tap: Tap, cuda: str, names: tuple[str, ...], place: str, refuses: b
     with tempfile.TemporaryDirectory() as out:
         record = read_record(runner.run(names, options, Path(out) / "run"))
     events = list(record.events)
-    verdicts = {item["scenario"]: item for item in judge.judge_record(record)["verdicts"]}
+    verdicts = {names_of(item)[-1]: item for item in judge.judge_record(record)["verdicts"]}
     for name in names:
         item = verdicts[name]
         found = (item["verdict"], item["layer"] or item["basis"])

@@ -28,7 +28,7 @@ from regrepro.kernel.memorymap import CMA, MOVABLE_ZONE, ORDINARY, UNPINNABLE, M
 from regrepro.kernel.pagestate import PageReader
 from regrepro.options import RunOptions
 from regrepro.stage import buffers
-from regrepro.stage.backend import System
+from regrepro.stage.system import System
 
 PAGE = memory.PAGE_SIZE
 MIB = 1 << 20

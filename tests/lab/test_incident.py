@@ -15,6 +15,7 @@ import jsonschema
 import pytest
 
 import regrepro
+from regrepro.judge.names import names_of
 from regrepro.record import read_record
 
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(1500)]
@@ -118,7 +119,8 @@ def test_a_boot_ends_in_the_verdicts_that_it_should(row: Row, tmp_path: Path) ->
     assert "Traceback" not in told, told
     verdicts = json.loads((out / "verdicts.json").read_text(encoding="utf-8"))
     found = {
-        item["scenario"]: (item["verdict"], item["basis"], item["pin_owner"]) for item in verdicts["verdicts"]
+        names_of(item)[-1]: (item["verdict"], item["basis"], item["pin_owner"])
+        for item in verdicts["verdicts"]
     }
     assert found == row.verdicts, told
     assert done.returncode == row.exit_code, told

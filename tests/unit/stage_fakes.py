@@ -9,13 +9,18 @@ import errno
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy
 
-from regrepro.errors import Unmet
+from regrepro.core.memory import Range
+from regrepro.kernel.zones import Zone
 from regrepro.options import RunOptions
-from regrepro.stage.backend import PAGE_SIZE, PIN_OWNERS, Zone
+from regrepro.record import FILE_NAME, RecordWriter, read_record
+from regrepro.scenario import Change
+from regrepro.stage import Stage
+from regrepro.stage.ports import PAGE_SIZE, PIN_OWNERS
 
 CMA, UNKNOWN, ABSENT = 1, 254, 255
 _BASE = 1 << 40
@@ -111,8 +116,8 @@ class FakePin:
             self.machine.pins[one] -= 1
 
 
-class FakeRegistrar:
-    device, verb, verbs, stand_in, default_access = (
+class FakeDevice:
+    name, verb, verbs, stand_in, default_access = (
         "fake0",
         "ibv_reg_mr_iova2",
         ("ibv_reg_mr_iova2",),
@@ -127,13 +132,13 @@ class FakeRegistrar:
     def register(self, verb: str, address: int, length: int, **_: Any) -> Any:
         self.machine.move_out(address, length)
         self.open += 1
-        registrar = self
+        device = self
 
         class Region:
             lkey, rkey = 1, 2
 
             def deregister(self) -> None:
-                registrar.open -= 1
+                device.open -= 1
 
         return Region()
 
@@ -164,7 +169,7 @@ class FakeBackend:
         self.available = 1 << 34
         self.hidden = False
         self.refuse: dict[str, int] = {}
-        self._registrar = FakeRegistrar(self)
+        self._device = FakeDevice(self)
         self._next = _BASE
         self.snapshots = 0
         self.node: int | None = None
@@ -188,6 +193,10 @@ class FakeBackend:
     def gather(self, sources: Any, target: int) -> None:
         for index, source in enumerate(sources):
             self.pages[target + index * PAGE_SIZE] = self.pages.pop(int(source))
+
+    def move(self, source: int, target: int, length: int) -> None:
+        for offset in range(0, length, PAGE_SIZE):
+            self.pages[target + offset] = self.pages.pop(source + offset)
 
     def view(self, address: int, length: int) -> memoryview:
         for one in self.ranges:
@@ -252,8 +261,8 @@ class FakeBackend:
     def why_no_cuda(self) -> str:
         return "there is none"
 
-    def registrar(self) -> FakeRegistrar:
-        return self._registrar
+    def device(self) -> FakeDevice:
+        return self._device
 
     def available_memory(self) -> int:
         return self.available - len(self.pages) * PAGE_SIZE
@@ -287,4 +296,41 @@ class FakeBackend:
     def close(self) -> None: ...
 
 
-__all__ = ["FakeBackend", "FakeMap", "Unmet"]
+class Bench:
+    """A stage, and the record that it writes."""
+
+    def __init__(
+        self, path: Path, backend: FakeBackend, change: Change | None = None, tracer: Any = None
+    ) -> None:
+        self.backend = backend
+        self.writer = RecordWriter(path / FILE_NAME, {})
+        self.stage = Stage(backend, self.writer, scenario="s", change=change, tracer=tracer)
+
+    def events(self, *types: str) -> list[dict[str, Any]]:
+        return [
+            event for event in read_record(self.writer.path).events if not types or event["event"] in types
+        ]
+
+
+def places(event: dict[str, Any], key: str = "pages") -> list[str]:
+    return [place for _, count, place in event[key]["place"] for _ in range(count)]
+
+
+class RealMemory(FakeBackend):
+    """A fake machine whose memory is this process' own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory_map = None
+
+    def allocate(self, length: int, backing: str) -> Any:
+        return Range.memfd(length) if backing == "memfd" else Range.anonymous(length, huge=False)
+
+    def view(self, address: int, length: int) -> memoryview:
+        import ctypes
+
+        return memoryview((ctypes.c_char * length).from_address(address)).cast("B")
+
+
+def steps(stage: Stage) -> list[dict[str, Any]]:
+    return [event for event in read_record(stage._writer.path).events if event["event"] == "step"]

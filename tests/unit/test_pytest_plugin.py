@@ -94,6 +94,33 @@ def test_scenario_files_are_collected_and_nothing_else(suite: pytest.Pytester) -
     assert result.ret == 0
 
 
+def test_each_variant_is_a_test(suite: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = FILE.format(name="varied", needs="")
+    variants = 'variants={"one": {}, "two": {"needs": ("lab",)}}'
+    text = text.replace("    controls=", f"    {variants},\n    controls=")
+    (suite.path / "scenarios" / "varied.py").write_text(text)
+    given: list[str] = []
+
+    def run(names: Any, options: Any, directory: Path, *, library: Any = None) -> Path:
+        given.extend(names)
+        record = renamed(build.reproduced_record(), "varied")
+        for event in record.events:
+            if "variant" in event:
+                event["variant"] = names[0].rpartition("[")[2].rstrip("]")
+        return build.write(directory, record, verdicts=False)
+
+    monkeypatch.setattr(runner, "run", run)
+    result = go(suite, "scenarios/varied.py", "-v", "--regrepro-expect", "declared", "--regrepro-out", "out")
+    result.assert_outcomes(passed=2)
+    assert "varied.py::varied[two] PASSED" in result.stdout.str()
+    assert [name.rpartition(":")[2] for name in given] == ["varied[one]", "varied[two]"]
+    assert (suite.path / "out/varied_two/record.jsonl").exists()
+    required = ("--regrepro-require", "varied_two")
+    before = go(suite, "scenarios/varied.py", "--baseline", "out", "-k", "two", *required)
+    before.assert_outcomes(passed=1, deselected=1)
+    go(suite, "scenarios/varied.py", "-m", "needs_lab", "--collect-only").assert_outcomes(deselected=1)
+
+
 def test_a_file_named_outright_is_no_module_of_tests(suite: pytest.Pytester) -> None:
     result = go(suite, "scenarios/holds.py", "-v")
     result.assert_outcomes(passed=1)

@@ -16,6 +16,7 @@ from typing import Any
 from regrepro.compare.facts import Difference, differences
 from regrepro.errors import EXIT_DECIDED, EXIT_REPRODUCED, EXIT_UNDECIDED
 from regrepro.judge import questions
+from regrepro.judge.names import names_of
 from regrepro.judge.questions import ASIDE, SILENT, UNDECIDED, Standing, standing
 from regrepro.record import part_of
 
@@ -142,7 +143,7 @@ def compare(
     facts = differences(before_header, after_header)
     one, other = _by_name(before_verdicts), _by_name(after_verdicts)
     names = [*one, *(name for name in other if name not in one)]
-    changes = [_change(name, one.get(name), other.get(name), facts, asked) for name in names]
+    changes = [_change(one.get(name), other.get(name), facts, asked) for name in names]
     problems = [f"before: {text}" for text in before_verdicts.get("problems", [])]
     problems += [f"after: {text}" for text in after_verdicts.get("problems", [])]
     lacks = []
@@ -165,7 +166,10 @@ def exit_code(comparison: Comparison) -> int:
 
 
 def _by_name(verdicts: Mapping[str, Any]) -> dict[tuple[str, str], Mapping[str, Any]]:
-    return {(str(item.get("scenario")), part_of(item)): item for item in verdicts.get("verdicts", [])}
+    """Return verdicts by the last of their names, which a variant shares with a scenario that was one, and by
+    the failure that `watch` caught.
+    """
+    return {(names_of(item)[-1], str(item.get("failure", ""))): item for item in verdicts.get("verdicts", [])}
 
 
 def _labels(item: Mapping[str, Any]) -> dict[str, Any]:
@@ -185,13 +189,13 @@ def family(item: Mapping[str, Any]) -> str:
 
 
 def _change(
-    name: tuple[str, str],
     before: Mapping[str, Any] | None,
     after: Mapping[str, Any] | None,
     facts: Sequence[Difference],
     asked: _Asked,
 ) -> Change:
-    scenario, part = name
+    item = after or before or {}
+    scenario, part = str(item.get("scenario")), part_of(item)
 
     def make(
         direction: str,
@@ -207,7 +211,7 @@ def _change(
         side = "before" if before is None else "after"
         return make("cannot-tell", False, f"it did not run {side}")
     stands = asked.standings(before, after)
-    silence = _silence(scenario, stands, (before, after), asked)
+    silence = _silence(stands, (before, after), asked)
     if silence is not None:
         direction, reason, counts = silence
         return make(direction, False, reason, counts=counts)
@@ -247,7 +251,6 @@ def _change(
 
 
 def _silence(
-    scenario: str,
     stands: tuple[Standing, Standing],
     items: tuple[Mapping[str, Any], Mapping[str, Any]],
     asked: _Asked,
@@ -264,7 +267,8 @@ def _silence(
         return "cannot-tell", "; ".join(undecided), True
     if not states & {ASIDE, SILENT}:
         return None
-    needed = scenario in asked.require or any(one.need in asked.require for one in stands)
+    told = {name for item in items for name in names_of(item)} | {one.need for one in stands}
+    needed = not told.isdisjoint(asked.require)
     if states <= {ASIDE, SILENT}:
         whys = "; ".join(dict.fromkeys(one.why for one in stands))
         if needed:

@@ -17,6 +17,7 @@ from regrepro.errors import (
     EXIT_UNDECIDED,
     UsageError,
 )
+from regrepro.judge.names import name_of, names_of
 
 QUESTIONS = {
     "reproduce": "was this bug seen here?",
@@ -156,7 +157,7 @@ def standing(
     needs = _unmet_needs(item)
     aside = (
         verdict == "unmet"
-        and item.get("scenario") not in require
+        and set(names_of(item)).isdisjoint(require)
         and bool(needs)
         and all(_is_allowed(need, allowed) for need in needs)
     )
@@ -183,7 +184,7 @@ def answer(
     """
     items = _items(verdicts)
     stands = [
-        (str(item.get("scenario")), item, standing(item, question, header or {}, require=require,
+        (name_of(item), item, standing(item, question, header or {}, require=require,
                                                   allow_unmet=allow_unmet))
         for item in items
     ]  # fmt: skip
@@ -201,7 +202,7 @@ def answer(
     lacks = [
         entry
         for entry in of(SILENT, ASIDE)
-        if entry[0] in require or not set(require).isdisjoint(_unmet_needs(entry[1]))
+        if not set(require).isdisjoint([*names_of(entry[1]), *_unmet_needs(entry[1])])
     ]
     if undecided or lacks:
         return Answer(question, EXIT_UNDECIDED, f"not told, {_told([*undecided, *lacks])}")
@@ -221,8 +222,8 @@ def answer(
 def declared_answer(verdicts: Mapping[str, Any]) -> Answer:
     """Return whether every verdict is what its scenario file declares."""
     items = _items(verdicts)
-    wrong = [str(item.get("scenario")) for item in items if item.get("as_declared") is False]
-    open_ = [str(item.get("scenario")) for item in items if item.get("as_declared") is None]
+    wrong = [name_of(item) for item in items if item.get("as_declared") is False]
+    open_ = [name_of(item) for item in items if item.get("as_declared") is None]
     if wrong:
         return Answer(DECLARED, EXIT_REPRODUCED, f"no, {_names(wrong)} is not as declared")
     if open_ or not items or verdicts.get("complete") is False:

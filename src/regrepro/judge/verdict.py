@@ -8,6 +8,7 @@ from typing import Any
 from regrepro.judge.declared import as_declared, declared
 from regrepro.judge.evidence import gather
 from regrepro.judge.facts import Facts, Pass, RecordLike, Registration, collect
+from regrepro.judge.names import called, parsed
 from regrepro.judge.outcome import ERROR, UNMET, Verdict, unmet
 from regrepro.judge.owners import owner_of
 from regrepro.judge.questions import BOOT_NEED
@@ -49,21 +50,18 @@ def _never_begun(facts: Facts) -> list[dict[str, Any]]:
     run = facts.header.get("run")
     given = run.get("names") if isinstance(run, Mapping) else None
     names = given if isinstance(given, list) else []
-    begun = {item.scenario for item in facts.passes}
-    left = [
-        name
-        for name in dict.fromkeys(name for name in names if isinstance(name, str))
-        if name.isidentifier() and name not in begun
-    ]
+    begun = {(item.scenario, item.variant) for item in facts.passes}
+    asked = dict.fromkeys(parsed(name) for name in names if isinstance(name, str))
+    left = [key for key in asked if key[0].isidentifier() and key not in begun]
     seen = "; ".join(item.what for item in facts.lab if item.what != "boot")
     why = f"the run ended before it began{f' ({seen})' if seen else ''}"
     return [
         _written(
             facts,
-            Pass(name, "default", None),
-            Candidate(Verdict(ERROR, f"{name} was asked for, but {why}"), None, frozenset()),
+            Pass(*key, None),
+            Candidate(Verdict(ERROR, f"{called(*key)} was asked for, but {why}"), None, frozenset()),
         )
-        for name in left
+        for key in left
     ]
 
 

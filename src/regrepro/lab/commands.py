@@ -85,7 +85,7 @@ def run_command(  # noqa: PLR0917 - click passes by name
     """Boot a kernel and run scenarios in it, on soft-RoCE; judge what was seen."""
     from regrepro.lab import progress
     from regrepro.lab.run import Interrupted, LabOptions, lab_run
-    from regrepro.scenario import Library, check_options
+    from regrepro.scenario import Library, check_options, needs_by_name
 
     terms = make_terms(values)
     options = make_run_options(names, values)
@@ -93,7 +93,7 @@ def run_command(  # noqa: PLR0917 - click passes by name
     # What is wrong with names and options is said before anything is fetched or made.
     scenarios = Library().select(names, options.profile)
     check_options(scenarios, options.option)
-    terms.check({item.name: item.needs for item in scenarios})
+    terms.check(needs_by_name(scenarios))
     lab_options.settings()
     made = out is None
     directory = default_out() if out is None else out

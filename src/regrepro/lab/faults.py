@@ -15,6 +15,7 @@ from typing import Any
 
 from regrepro import __version__, judge
 from regrepro.errors import EnvironmentProblem, RegreproError, UsageError
+from regrepro.judge.names import name_of
 from regrepro.lab.progress import LabProgress
 from regrepro.lab.run import LabOptions, lab_run
 from regrepro.options import RunOptions
@@ -133,14 +134,14 @@ def cells(place: Path) -> dict[str, dict[str, Any]]:
             continue
         ends = _ends(record)
         for item in judge.judge_record(record)["verdicts"]:
-            if item["scenario"] in ends:
-                end = ends[item["scenario"]]
+            if (name := name_of(item)) in ends:
+                end = ends[name]
                 cell = {key: item.get(key) for key in _KEYS}
                 cell["how"] = (item["evidence"].get("layer") or {}).get("how")
                 cell["blocked"] = end.get("outcome") == "blocked"
                 cell["tried"] = bool(item["checks"])  # a precondition that was not met has none
                 cell["run"] = boot.name
-                found[item["scenario"]] = cell
+                found[name] = cell
     return found
 
 
@@ -150,9 +151,9 @@ def _ends(record: Record) -> dict[str, Mapping[str, Any]]:
     for event in record.events:
         if event.get("control") is None and isinstance(event.get("scenario"), str):
             if event["event"] == "scenario-begin":
-                found[event["scenario"]] = {}
+                found[name_of(event)] = {}
             elif event["event"] == "scenario-end":
-                found[event["scenario"]] = event
+                found[name_of(event)] = event
     return found
 
 

@@ -22,6 +22,7 @@ from types import FrameType
 from typing import Any
 
 from regrepro.errors import EnvironmentProblem, RegreproError, UsageError
+from regrepro.judge.names import name_of
 from regrepro.kernel import leftovers
 from regrepro.lab import accel as acceleration
 from regrepro.lab.kernels import Kernel, Kernels
@@ -401,7 +402,7 @@ class _Follow:
 
     def _take(self, event: dict[str, Any]) -> None:
         kind = event.get("event")
-        name, control = str(event.get("scenario")), event.get("control")
+        name, control = name_of(event), event.get("control")
         what = f"control {control} of {name}" if control else name
         if kind == "scenario-begin":
             self._number += 1

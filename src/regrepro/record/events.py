@@ -406,6 +406,7 @@ class Declared:
     controls: dict[str, str]
     profiles: list[str]
     timeout: Seconds
+    tags: list[str] = key("of the scenario", optional=True)
 
 
 @dataclass(kw_only=True)

@@ -12,6 +12,7 @@ from importlib import resources
 from typing import Any
 
 from regrepro.errors import UsageError
+from regrepro.judge.names import name_of, names_of
 from regrepro.record import Record
 from regrepro.report.steps import Pass, passes
 from regrepro.views import words
@@ -49,7 +50,7 @@ def exportable(record: Record) -> list[str]:
             _Program(one, record).text()
         except NotExportable:
             continue
-        names.append(one.scenario)
+        names.append(name_of(vars(one)))
     return names
 
 
@@ -58,7 +59,7 @@ def render(record: Record, scenario: str | None = None) -> str:
 
     `scenario` may be left out where the record holds just one that can be exported.
     """
-    own = {one.scenario: one for one in passes(record.events) if one.control is None}
+    own = {name_of(vars(one)): one for one in passes(record.events) if one.control is None}
     if scenario is None:
         if len(own) == 1:
             scenario = next(iter(own))
@@ -70,11 +71,12 @@ def render(record: Record, scenario: str | None = None) -> str:
                     hint=f"name one: --scenario {' or '.join(names)}" if names else "run pin_then_register",
                 )
             scenario = names[0]
-    if scenario not in own:
+    chosen = [one for one in own.values() if scenario in names_of(vars(one))]
+    if len(chosen) != 1:
         raise UsageError(
             f"the run holds no scenario {scenario!r}", hint=f"it holds {', '.join(own) or 'none'}"
         )
-    return _Program(own[scenario], record).text()
+    return _Program(chosen[0], record).text()
 
 
 class _Program:

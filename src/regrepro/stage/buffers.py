@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from regrepro.errors import Unmet, UsageError
-from regrepro.stage.backend import PAGE_SIZE, Backend, Range, join
+from regrepro.errors import UsageError
+from regrepro.stage.ports import PAGE_SIZE, Backend, Range, has_unpinnable
 from regrepro.stage.search import KINDS, Search, Wanted, consume_first
 
 if TYPE_CHECKING:
-    from regrepro.stage import Stage
+    from regrepro.stage.stage import Stage
 
 __all__ = ["BACKINGS", "Buffer", "Place", "Wanted", "consume_first", "make", "wanted"]
 
@@ -24,6 +24,7 @@ class Buffer:
 
     no_pages = ""
     """Why its pages are not looked at; empty where they are."""
+    owner = "host"
     stand_in: str | None = None
     """Which software stood in for what allocated it."""
 
@@ -75,6 +76,16 @@ class Buffer:
 
     def __len__(self) -> int:
         return self.length
+
+
+def size_of(pages: int | None, length: int | None) -> int:
+    """Return the bytes of so many pages, or of a length rounded up to pages. Raises `UsageError`."""
+    if (pages is None) == (length is None):
+        raise UsageError("memory needs either pages or length", hint="write pages=8, or length=4096")
+    size = pages * PAGE_SIZE if pages is not None else -(-(length or 0) // PAGE_SIZE) * PAGE_SIZE
+    if size <= 0:
+        raise UsageError("memory has at least one page", hint="write pages=8, or length=4096")
+    return size
 
 
 def place_as_record(place: Place, pages: int) -> str | dict[str, list[int]]:
@@ -154,15 +165,7 @@ def _placed(
 
     if target.anywhere:
         return plain(), "as-allocated", {}
-    memory_map = backend.memory_map
-    if memory_map is None or memory_map.has_unpinnable is None:
-        problems = join(memory_map.problems) if memory_map is not None else ""
-        raise Unmet(
-            "page-state",
-            problems or "where pages lie cannot be read here",
-            "run as root on a kernel with /proc/kcore and BTF",
-        )
-    if not memory_map.has_unpinnable and memory_map.complete and target.node is None:
+    if not has_unpinnable(backend.memory_map) and target.node is None:
         return plain(), "none-on-node" if True in target.pattern else "as-allocated", {}
     search = Search(backend, length, target)
     with search:

@@ -23,11 +23,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from regrepro.errors import Unmet, errno_name
-from regrepro.stage.backend import PAGE_SIZE, UNPINNABLE, Backend, Range, readable
+from regrepro.stage.disk import written_back
+from regrepro.stage.ports import PAGE_SIZE, UNPINNABLE, Backend, Range, readable, register_whole
 from regrepro.stage.search import consume_first
 
 if TYPE_CHECKING:
-    from regrepro.stage import Stage
+    from regrepro.stage.stage import Stage
 
 _MADV_DONTFORK = 10
 _HUGE = 2 << 20
@@ -136,8 +137,6 @@ class _Ground:
 def _directory(backend: Backend, chosen: dict[str, Switches]) -> str:
     if not any(one.page_cache for one in chosen.values()):
         return ""
-    from regrepro.stage.faults import written_back
-
     return written_back(backend.in_lab)
 
 
@@ -275,16 +274,8 @@ def _attempt(stage: Stage, memory: Range, started: float, then: Switches | None,
         pin = backend.hold_default(memory.address, memory.length)
     except OSError as error:
         return _Outcome(None, errno_name(error.errno or 0), unpinnable, time.perf_counter() - started)
-    registrar = backend.registrar()
     try:
-        region = registrar.register(
-            registrar.verb,
-            memory.address,
-            memory.length,
-            iova=memory.address,
-            access=registrar.default_access,
-            fd=None,
-        )
+        region = register_whole(backend.device(), memory.address, memory.length)
         if then is not None:
             with _checkpoint(backend, then, ground):
                 pass

@@ -17,14 +17,15 @@ from typing import TYPE_CHECKING, Any
 
 from regrepro.errors import Unmet, UsageError, errno_name
 from regrepro.stage import buffers
-from regrepro.stage.backend import ORDINARY, PAGE_SIZE, UNPINNABLE, Backend, readable
 from regrepro.stage.buffers import Buffer, Place
+from regrepro.stage.pages import Look
 from regrepro.stage.pins import Pin, refusal_facts
-from regrepro.stage.registrars import find_device
+from regrepro.stage.ports import ORDINARY, PAGE_SIZE, UNPINNABLE, Backend, has_unpinnable, readable
+from regrepro.stage.rdma import find_device
 from regrepro.stage.search import Search, Wanted
 
 if TYPE_CHECKING:
-    from regrepro.stage import Stage
+    from regrepro.stage.stage import Stage
 
 PEER_MEMORY_MODULES = ("nvidia_peermem", "nv_peer_mem")
 _MODULES = Path("/sys/module")
@@ -173,32 +174,41 @@ class HostAllocation:
         self._mapped = False
 
 
-class DeviceAllocation:
-    """Memory of the GPU: an address range, and no page of this host (a stand-in's is never looked at)."""
+class NoHostMemory:
+    """A range without a page of this host: no byte of it is read or written. CUDA refused it, or it is a
+    GPU's.
+    """
 
-    def __init__(self, cuda: Any, length: int, gpu: int, *, vmm: bool) -> None:
-        self._cuda = cuda
-        self._vmm: Any = None
-        self._mapped = True
-        if vmm:
-            self._vmm = ask(lambda: cuda.vmm_alloc(length, gpu))
-            self.address: int = self._vmm.address
-            self.length: int = self._vmm.length
-        else:
-            self.address = ask(lambda: cuda.malloc(length))
-            self.length = length
+    def __init__(self, length: int) -> None:
+        self.address = 0
+        self.length = length
 
-    def populate(self, threads: int = 1) -> None:
-        """Device memory is there once allocated."""
+    def populate(self, threads: int = 1) -> None: ...
 
-    def fill(self, seed: int) -> None:
-        """Left as it is: nothing here computes on a GPU."""
+    def fill(self, seed: int) -> None: ...
 
     def checksum(self) -> int:
         return 0
 
     def vma(self) -> str:
         return ""
+
+    def close(self) -> None: ...
+
+
+class DeviceAllocation(NoHostMemory):
+    """Memory of the GPU; what a stand-in gives for it is never looked at."""
+
+    def __init__(self, cuda: Any, length: int, gpu: int, *, vmm: bool) -> None:
+        super().__init__(length)
+        self._cuda = cuda
+        self._vmm: Any = None
+        self._mapped = True
+        if vmm:
+            self._vmm = ask(lambda: cuda.vmm_alloc(length, gpu))
+            self.address, self.length = self._vmm.address, self._vmm.length
+        else:
+            self.address = ask(lambda: cuda.malloc(length))
 
     def close(self) -> None:
         if self._mapped:
@@ -208,6 +218,8 @@ class DeviceAllocation:
 
 class CudaBuffer(Buffer):
     """A buffer that CUDA allocated. `readable` tells whether its bytes can be looked at."""
+
+    owner = "cuda"
 
     @property
     def readable(self) -> bool:
@@ -248,71 +260,41 @@ class CudaMemory:
         says. Raises `Unmet` where the pages cannot be placed.
         """
         stage = self._stage
-        changed = stage._change is not None and stage._change.variable == "pin"
-        if changed:
+        if stage._change is not None and stage._change.variable == "pin":
             return stage.pin(stage.buffer(pages=pages, length=length, place=place))
-        size = _size(pages, length)
-        asked = place
-        if stage._change is not None and stage._change.variable == "place" and place != "any":
-            asked = stage._change.value
+        size, asked = buffers.size_of(pages, length), stage._place(place)
         if not isinstance(asked, str):
             raise UsageError(f"place={asked!r} is not for cudaHostAlloc", hint="any, ordinary or unpinnable")
         cuda, backend = self._cuda, stage.backend
         kind, owner = backend.default_pin()
         drawn, placed, search = draw(stage, size, asked, lambda: HostAllocation(backend, cuda, size, flags))
-        number = stage._next("buffer")
-        memory = drawn.memory
-        refused = _Refused(size)
-        buffer = CudaBuffer(stage, number, memory or refused, "cuda-host", placed)
+        number, memory = stage._next("buffer"), drawn.memory
+        buffer = CudaBuffer(stage, number, memory or NoHostMemory(size), "cuda-host", placed)
         buffer.stand_in = cuda.stand_in
         pin = Pin(stage, stage._next("pin"), buffer, kind, owner)
         if memory is not None:
             memory.fill(number)
-            stage._buffers.append(buffer)
             stage._pins.append(pin)
             pin._held = [memory]
         else:
             buffer.freed = True
-        stand_in = cuda.stand_in
-        state = stage._look(buffer, counts=True) if memory is not None else None
-        stage._event(
-            "buffer",
-            buffer=number,
-            address=buffer.address,
-            length=size,
-            page_size=PAGE_SIZE,
-            backing="cuda-host",
-            owner="cuda",
-            place=asked,
-            placed=placed,
-            vma=buffer._memory.vma(),
-            flags=list(flags),
-            stand_in=stand_in,
-            **({"search": search} if search else {}),
-            **stage._pages("pages", buffer, state),
-        )
-        error = drawn.error
-        if error is not None:
-            pin.errno = errno_name(error.errno or 0)
-        stage._event(
-            "pin",
-            pin=pin.id,
-            buffer=number,
-            kind=kind,
-            owner=owner,
+            buffer.no_pages = "CUDA did not give the memory"
+        stage._add(buffer, asked, search, flags=list(flags))
+        if drawn.error is not None:
+            pin.errno = errno_name(drawn.error.errno or 0)
+        stage._record_pin(
+            pin,
+            Look(None),
+            stage._pages.look(buffer),
+            pages_unknown="this call itself was to make the memory and pin it",
             api=HostAllocation.api,
-            errno=pin.errno,
-            **refusal_facts(error),
+            **refusal_facts(drawn.error),
             seconds=drawn.seconds,
             checksum=buffer.checksum(),
             trace=drawn.trace,
-            stand_in=stand_in,
+            stand_in=cuda.stand_in,
             offset=0,
             length=size,
-            **(
-                stage._pages("after", buffer, state)
-                | {"before": None, "pages_unknown": "this call itself was to make the memory and pin it"}
-            ),
         )
         if memory is not None:
             self.describe(buffer, HostAllocation.api)
@@ -321,33 +303,19 @@ class CudaMemory:
     def device_alloc(self, length: int, *, vmm: bool = False) -> CudaBuffer:
         """`cudaMalloc`, or the virtual-memory-management calls (`vmm`), of `length` bytes. Raises `Unmet`."""
         stage, cuda = self._stage, self._cuda
-        size = _size(None, length)
+        size = buffers.size_of(None, length)
         call = "cuMemCreate" if vmm else "cudaMalloc"
         try:
             memory = DeviceAllocation(cuda, size, stage.backend.options.gpu, vmm=vmm)
         except OSError as error:
             raise Unmet("device-memory", str(error.strerror), "free memory on the GPU") from None
-        number = stage._next("buffer")
-        buffer = CudaBuffer(stage, number, memory, "cuda-vmm" if vmm else "cuda-device", "as-allocated")
+        backing = "cuda-vmm" if vmm else "cuda-device"
+        buffer = CudaBuffer(stage, stage._next("buffer"), memory, backing, "as-allocated")
         buffer.stand_in = cuda.stand_in
         buffer.no_pages = "device memory has no page of this host"
         if cuda.stand_in:
             buffer.no_pages += " (a stand-in's has, and says nothing of a GPU's)"
-        stage._buffers.append(buffer)
-        stage._event(
-            "buffer",
-            buffer=number,
-            address=buffer.address,
-            length=buffer.length,
-            page_size=PAGE_SIZE,
-            backing=buffer.backing,
-            owner="cuda",
-            place="any",
-            placed="as-allocated",
-            vma="",
-            stand_in=cuda.stand_in,
-            **stage._pages("pages", buffer, None),
-        )
+        stage._add(buffer, "any", {})
         self.describe(buffer, call)
         return buffer
 
@@ -361,7 +329,7 @@ class CudaMemory:
         facts: dict[str, Any] = {}
         if not buffer.no_pages:
             facts = vma_facts(buffer.address)
-            facts |= page_facts(stage._look(buffer, counts=True))
+            facts |= page_facts(stage._pages.look(buffer).state)
         if cuda is not None:
             facts["pointer"] = self._pointer(cuda, buffer.address)
             told = cuda.properties(stage.backend.options.gpu)
@@ -417,35 +385,6 @@ class CudaMemory:
             stand_in=cuda.stand_in,
         )
         return fd
-
-
-def _size(pages: int | None, length: int | None) -> int:
-    if (pages is None) == (length is None):
-        raise UsageError("it needs either pages or length", hint="write length=4096")
-    size = pages * PAGE_SIZE if pages is not None else -(-(length or 0) // PAGE_SIZE) * PAGE_SIZE
-    if size <= 0:
-        raise UsageError("memory has at least one page", hint="write length=4096")
-    return size
-
-
-class _Refused:
-    """The range that CUDA did not give: no address, no page."""
-
-    def __init__(self, length: int) -> None:
-        self.address = 0
-        self.length = length
-
-    def populate(self, threads: int = 1) -> None: ...
-
-    def fill(self, seed: int) -> None: ...
-
-    def checksum(self) -> int:
-        return 0
-
-    def vma(self) -> str:
-        return ""
-
-    def close(self) -> None: ...
 
 
 @dataclass
@@ -527,12 +466,9 @@ def draw(
     stage: Stage, length: int, place: Place, take: Callable[[], HostAllocation]
 ) -> tuple[_Drawn, str, dict[str, Any]]:
     """Allocate by CUDA, placed: the draw, how it was placed, facts of the search. Raises `Unmet`."""
-    memory_map = stage.backend.memory_map
     if place == "any":
         return call_traced(stage, take), "as-allocated", {}
-    if memory_map is None or memory_map.has_unpinnable is None:
-        raise Unmet("page-state", "where pages lie cannot be read here", "run as root on a kernel with BTF")
-    if not memory_map.has_unpinnable and memory_map.complete:
+    if not has_unpinnable(stage.backend.memory_map):
         placed = "as-allocated" if place == "ordinary" else "none-on-node"
         return call_traced(stage, take), placed, {}
     search = _Draws(stage, length, buffers.wanted(place, length // PAGE_SIZE))
@@ -609,20 +545,20 @@ def page_facts(state: Any) -> dict[str, Any]:
 
 def no_dmabuf(backend: Backend) -> str:
     """Return why a dma-buf of the GPU cannot be registered in this run; empty where it can be tried."""
-    device, why = find_device(backend.options)
-    if device is None:
+    name, why = find_device(backend.options)
+    if name is None:
         return why
-    registrar = backend.registrar()
-    if "ibv_reg_dmabuf_mr" not in registrar.verbs:
-        return f"{registrar.device} does not register by ibv_reg_dmabuf_mr"
+    device = backend.device()
+    if "ibv_reg_dmabuf_mr" not in device.verbs:
+        return f"{name} does not register by ibv_reg_dmabuf_mr"
     try:
         # As NCCL asks (ncclIbDmaBufSupport): a provider without it refuses before it looks at the descriptor.
-        registrar.register("ibv_reg_dmabuf_mr", 0, 0, iova=0, access=(), fd=-1)
+        device.register("ibv_reg_dmabuf_mr", 0, 0, iova=0, access=(), fd=-1)
     except OSError as error:
         if error.errno in (errnos.EOPNOTSUPP, errnos.EPROTONOSUPPORT, errnos.ENOSYS):
-            provider = registrar.stand_in or "its driver"
+            provider = device.stand_in or "its driver"
             return (
-                f"{device} has no dma-buf support: {provider} answers {errno_name(error.errno)} to "
+                f"{name} has no dma-buf support: {provider} answers {errno_name(error.errno)} to "
                 "ibv_reg_dmabuf_mr before it looks at the descriptor"
             )
     cuda = backend.cuda()

@@ -1,19 +1,80 @@
-"""Gigantic pages out of the reserve: does the kernel still get them while a pin sits in it?"""
+"""Huge pages: the kernel's pool of them, and whether gigantic ones still come out of a reserve that a pin
+sits in.
+"""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from regrepro.errors import Unmet
-from regrepro.stage.backend import PAGE_SIZE
+from regrepro.kernel import zones
+from regrepro.stage.ports import PAGE_SIZE, Backend, Range
 
 if TYPE_CHECKING:
-    from regrepro.stage import Stage
     from regrepro.stage.buffers import Buffer
+    from regrepro.stage.stage import Stage
 
 HUGEPAGES = Path("/sys/kernel/mm/hugepages")
+COUNT = Path("/proc/sys/vm/nr_hugepages")  # of the default size
+
+
+def default_size() -> int:
+    """Return the default hugetlb page size in bytes. Raises `Unmet` where the kernel has none."""
+    size = zones.read_meminfo().get("Hugepagesize")
+    if not size:
+        raise Unmet("hugetlb", "this kernel has no CONFIG_HUGETLBFS", "use a kernel that has it")
+    return size
+
+
+class Pool:
+    """The kernel's pool of huge pages, and those of it that are mapped here."""
+
+    def __init__(self, backend: Backend, size: int) -> None:
+        self._backend = backend
+        self._size = size
+        self._before = int(COUNT.read_text(encoding="ascii"))
+        self.mapped: list[Range] = []
+
+    def grow(self, pages: int) -> None:
+        """Have the kernel make so many more, as far as it can, and map every one that is free."""
+        have = int(COUNT.read_text(encoding="ascii"))
+        COUNT.write_text(str(have + pages), encoding="ascii")
+        for _ in range(self.free()):
+            memory = self._backend.allocate(self._size, "hugetlb")
+            self.mapped.append(memory)
+            memory.populate()
+
+    def exhaust(self) -> None:
+        """Make and map huge pages until the kernel, its memory compacted, can make none three times over.
+
+        It stops at the first that it cannot have at once, while compaction goes on by itself and makes more.
+        """
+        in_vain = 0
+        while in_vain < 3:
+            before = len(self.mapped)
+            for name, what in (("drop_caches", "3"), ("compact_memory", "1")):
+                with suppress(OSError):
+                    Path("/proc/sys/vm", name).write_text(what, encoding="ascii")
+            self.grow(self._backend.available_memory() // self._size)
+            in_vain = in_vain + 1 if len(self.mapped) == before else 0
+
+    @staticmethod
+    def free() -> int:
+        """Return how many huge pages are in the pool, and not in use."""
+        return zones.read_meminfo().get("HugePages_Free", 0)
+
+    def give_back(self) -> None:
+        """Unmap all that are mapped here; they stay in the pool."""
+        while self.mapped:
+            self.mapped.pop().close()
+
+    def close(self) -> None:
+        """Unmap, and have the pool as it was. What is still in use goes when it is unmapped."""
+        self.give_back()
+        COUNT.write_text(str(self._before), encoding="ascii")
 
 
 @dataclass(frozen=True)

@@ -11,18 +11,18 @@ send or receive, protocol, ordinary MR or dma-buf MR, errno.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from regrepro.scenario import Size
-from regrepro.stage.backend import PAGE_SIZE
 from regrepro.stage.cuda_memory import no_dmabuf, no_peer_memory
+from regrepro.stage.ports import PAGE_SIZE
 
 if TYPE_CHECKING:
-    from regrepro.stage import Stage
     from regrepro.stage.buffers import Buffer
     from regrepro.stage.pins import Pin
     from regrepro.stage.registrations import Registration
+    from regrepro.stage.stage import Stage
 
 STEPS = 8  # NCCL_STEPS
 LL_SIZE = (
@@ -185,15 +185,7 @@ class Connection:
                 "buffer": device.id if device is not None else None,
                 "length": self.layout.device,
             },
-            subranges=[
-                {
-                    "protocol": part.protocol,
-                    "memory": part.memory,
-                    "offset": part.offset,
-                    "length": part.length,
-                }
-                for part in self.layout.subranges
-            ],
+            subranges=[asdict(part) for part in self.layout.subranges],
             send_mem=self.layout.send_mem,
             recv_mem=self.layout.recv_mem,
             stand_in=self._stand_in(),
@@ -246,8 +238,8 @@ class Connection:
         return None if self.pin.errno else self.pin.buffer
 
     def _verb(self, verb: str) -> str:
-        registrar = self._stage.backend.registrar()
-        return verb if verb in registrar.verbs else registrar.verb
+        device = self._stage.backend.device()
+        return verb if verb in device.verbs else device.verb
 
     def _register(self, part: Subrange, bank: Buffer) -> None:
         settings, stage = self._settings, self._stage

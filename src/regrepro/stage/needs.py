@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterable
 
 from regrepro.errors import Unmet
 from regrepro.scenario import KERNEL_NEED
-from regrepro.stage.backend import PAGE_SIZE, Backend, join, readable
-from regrepro.stage.registrars import find_device
+from regrepro.stage.cuda_memory import no_dmabuf, no_peer_memory
+from regrepro.stage.ports import PAGE_SIZE, Backend, join, told
+from regrepro.stage.rdma import find_device
 
 _COMPARE = {
     ">=": operator.ge,
@@ -77,33 +78,29 @@ def _has_place(need: str, memory: str, code: str, how: str) -> Callable[[Backend
     return check_place
 
 
-def _registrar(backend: Backend) -> None:
-    registrar = backend.registrar()
-    if registrar.device == "io_uring":
+def _device(backend: Backend) -> None:
+    if backend.device().name == "io_uring":
         _io_uring(backend)
 
 
 def _rdma(backend: Backend) -> None:
-    device, why = find_device(backend.options)
-    if device is None:
+    name, why = find_device(backend.options)
+    if name is None:
         raise Unmet(
             "rdma",
             why,
             "use a machine with an RDMA device, or make one: rdma link add rxe0 type rxe netdev DEV",
         )
-    backend.registrar()
+    backend.device()
 
 
 def _page_state(backend: Backend) -> None:
     memory = backend.allocate(PAGE_SIZE, "anonymous")
     try:
         memory.populate()
-        state = backend.snapshot(memory.address, memory.length, counts=False)
+        told(backend.snapshot(memory.address, memory.length, counts=False))
     finally:
         memory.close()
-    if not readable(state):
-        why = join(state.problems) if state is not None else "this node's memory could not be mapped"
-        raise Unmet("page-state", why, "run as root: PFNs need CAP_SYS_ADMIN")
 
 
 def _probe_pin(need: str, kind: str, how: str) -> Callable[[Backend], None]:
@@ -128,35 +125,14 @@ _io_uring = _probe_pin(
 )
 
 
-def _lab(backend: Backend) -> None:
-    if not backend.in_lab:
-        raise Unmet("lab", "this scenario could hurt a node", "run it in a virtual machine: regrepro lab run")
+def _unless(need: str, why_not: Callable[[Backend], str], how: str) -> Callable[[Backend], None]:
+    """Return the check of a need that is met where `why_not` returns nothing."""
 
+    def check_it(backend: Backend) -> None:
+        if why := why_not(backend):
+            raise Unmet(need, why, how)
 
-def _cuda(backend: Backend) -> None:
-    why = backend.why_no_cuda()
-    if why:
-        raise Unmet("cuda", why, "run on a GPU node, or with --cuda standin:pin or standin:longterm")
-
-
-def _dmabuf(backend: Backend) -> None:
-    from regrepro.stage.cuda_memory import no_dmabuf
-
-    why = no_dmabuf(backend)
-    if why:
-        raise Unmet(
-            "dmabuf",
-            why,
-            "use an RDMA card whose driver has it (mlx5 since Linux 5.12), and NVIDIA's open kernel modules",
-        )
-
-
-def _peer_memory(backend: Backend) -> None:
-    from regrepro.stage.cuda_memory import no_peer_memory
-
-    why = no_peer_memory(backend)
-    if why:
-        raise Unmet("peer-memory", why, "on a GPU node: modprobe nvidia-peermem")
+    return check_it
 
 
 _CHECKS: dict[str, Callable[[Backend], None]] = {
@@ -171,13 +147,25 @@ _CHECKS: dict[str, Callable[[Backend], None]] = {
         "movable-zone",
         "boot with movablecore=512M, or use --place online-movable",
     ),
-    "registrar": _registrar,
+    "registrar": _device,
     "rdma": _rdma,
-    "cuda": _cuda,
-    "dmabuf": _dmabuf,
-    "peer-memory": _peer_memory,
+    "cuda": _unless(
+        "cuda",
+        lambda backend: backend.why_no_cuda(),
+        "run on a GPU node, or with --cuda standin:pin or standin:longterm",
+    ),
+    "dmabuf": _unless(
+        "dmabuf",
+        no_dmabuf,
+        "use an RDMA card whose driver has it (mlx5 since Linux 5.12), and NVIDIA's open kernel modules",
+    ),
+    "peer-memory": _unless("peer-memory", no_peer_memory, "on a GPU node: modprobe nvidia-peermem"),
     "page-state": _page_state,
     "userfaultfd": _userfaultfd,
     "io-uring": _io_uring,
-    "lab": _lab,
+    "lab": _unless(
+        "lab",
+        lambda backend: "" if backend.in_lab else "this scenario could hurt a node",
+        "run it in a virtual machine: regrepro lab run",
+    ),
 }

@@ -7,11 +7,11 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from regrepro.errors import UsageError
-from regrepro.stage.backend import PAGE_SIZE, HeldPin
+from regrepro.stage.ports import PAGE_SIZE, HeldPin
 
 if TYPE_CHECKING:
-    from regrepro.stage import Stage
     from regrepro.stage.buffers import Buffer
+    from regrepro.stage.stage import Stage
 
 KINDS = ("pin", "get", "longterm", "none")
 

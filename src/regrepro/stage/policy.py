@@ -9,10 +9,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from regrepro.errors import Unmet
-from regrepro.stage.backend import PAGE_SIZE, UNPINNABLE, Range, Zone, join, readable
+from regrepro.kernel.zones import Zone
+from regrepro.stage.ports import PAGE_SIZE, UNPINNABLE, Range, told
 
 if TYPE_CHECKING:
-    from regrepro.stage import Stage
+    from regrepro.stage.stage import Stage
 
 STEP = "placement-policy"
 _MIB = 1 << 20
@@ -36,24 +37,26 @@ def measure(stage: Stage, *, chunk: int = 16 * _MIB) -> int:
     try:
         beyond = 0
         while beyond < _BEYOND:
-            seen, cma = _touch(stage, chunk, "fill", held)
+            mostly_cma, cma = _touch(stage, chunk, "fill", held)
             steps += 1
-            beyond += cma * 20 > chunk // PAGE_SIZE or seen.free_cma * 2 > seen.free
+            beyond += cma * 20 > chunk // PAGE_SIZE or mostly_cma
         for memory, marks in held:
             backend.give_back(memory.address, marks)
         refill = True
         while refill:
-            seen, _ = _touch(stage, chunk, "refill", held)
+            mostly_cma, _ = _touch(stage, chunk, "refill", held)
             steps += 1
-            refill = seen.free_cma * 2 > seen.free and steps < 1000
+            refill = mostly_cma and steps < 1000
     finally:
         for memory, _ in held:
             memory.close()
     return steps
 
 
-def _touch(stage: Stage, chunk: int, phase: str, held: list[tuple[Range, Any]]) -> tuple[Zone, int]:
-    """Touch one chunk and record it. Returns the zone as it was before, and how many pages are CMA."""
+def _touch(stage: Stage, chunk: int, phase: str, held: list[tuple[Range, Any]]) -> tuple[bool, int]:
+    """Touch one chunk and record it. Returns whether more than half of what was free before it was CMA, and
+    how many of its pages are.
+    """
     backend = stage.backend
     if backend.available_memory() < chunk + _KEEP_FREE:
         raise Unmet(
@@ -65,10 +68,7 @@ def _touch(stage: Stage, chunk: int, phase: str, held: list[tuple[Range, Any]]) 
     memory = backend.allocate(chunk, "anonymous")
     try:
         memory.populate()
-        state = backend.snapshot(memory.address, memory.length, counts=False)
-        if state is None or not readable(state):
-            why = join(state.problems) if state is not None else "no memory map"
-            raise Unmet("page-state", why, "run as root")
+        state = told(backend.snapshot(memory.address, memory.length, counts=False))
     except BaseException:
         memory.close()
         raise
@@ -84,12 +84,12 @@ def _touch(stage: Stage, chunk: int, phase: str, held: list[tuple[Range, Any]]) 
         touched=chunk // PAGE_SIZE,
         cma=int(marks.sum()),
     )
-    return zone, int(marks.sum())
+    return (zone.free_cma or 0) * 2 > zone.free, int(marks.sum())
 
 
 def _zone_with_cma(zones: list[Zone]) -> Zone:
     """Return the zone that has the most free CMA. Raises `Unmet`."""
-    zone = max(zones, key=lambda item: item.free_cma, default=None)
+    zone = max(zones, key=lambda item: item.free_cma or 0, default=None)
     if zone is None or not zone.free_cma:
         raise Unmet("cma", "no zone has free CMA", "boot with cma=512M, on a kernel with CONFIG_CMA")
     return zone

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from regrepro.stage.backend import MemoryRegion
+from regrepro.stage.ports import MemoryRegion
 
 if TYPE_CHECKING:
-    from regrepro.stage import Stage
     from regrepro.stage.buffers import Buffer
+    from regrepro.stage.stage import Stage
 
 
 class Registration:
@@ -31,12 +31,12 @@ class Registration:
 
     @property
     def lkey(self) -> int | None:
-        """The local key, where the registrar has keys."""
+        """The local key, where the device has keys."""
         return self._region.lkey if self._region is not None else None
 
     @property
     def rkey(self) -> int | None:
-        """The remote key, where the registrar has keys."""
+        """The remote key, where the device has keys."""
         return self._region.rkey if self._region is not None else None
 
     def deregister(self) -> None:

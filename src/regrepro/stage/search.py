@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from regrepro.errors import Unmet
+from regrepro.kernel.zones import Zone
 from regrepro.options import format_size
-from regrepro.stage.backend import (
+from regrepro.stage.ports import (
     ORDINARY,
     PAGE_SIZE,
     UNKNOWN,
@@ -25,9 +26,7 @@ from regrepro.stage.backend import (
     Backend,
     PageState,
     Range,
-    Zone,
-    join,
-    readable,
+    told,
 )
 
 KINDS: dict[str, tuple[int, ...]] = {"unpinnable": UNPINNABLE, "cma": (1,), "movable-zone": (3,)}
@@ -303,11 +302,7 @@ class Search:
         return memory
 
     def _state(self, memory: Range) -> PageState:
-        state = self._backend.snapshot(memory.address, memory.length, counts=False)
-        if state is None or not readable(state):
-            why = join(state.problems) if state is not None else ""
-            raise Unmet("page-state", why or "where pages lie cannot be read here", "run as root")
-        return state
+        return told(self._backend.snapshot(memory.address, memory.length, counts=False))
 
     def _take(self, memory: Range, special: bool, missing: Any, target: Range) -> Any:
         """Move pages of one kind out of a chunk to the places that lack one; return those still lacking."""

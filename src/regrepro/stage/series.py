@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from regrepro.errors import UsageError
 from regrepro.record import encode
-from regrepro.stage.backend import Registrar
+from regrepro.stage.ports import Device
 
 if TYPE_CHECKING:
-    from regrepro.stage import Stage
     from regrepro.stage.buffers import Buffer
     from regrepro.stage.registrations import Registration
+    from regrepro.stage.stage import Stage
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,9 @@ def run(
     stage: Stage, made: Series, *, length: int, access: tuple[str, ...] | None, keep: bool
 ) -> dict[str, Any]:
     """Run a series; return what the event of its end says of it. Raises `RecordProblem`."""
-    buffer, registrar = made.buffer, stage.backend.registrar()
+    buffer, device = made.buffer, stage.backend.device()
     ranges = buffer.length // length
-    flags = access if access is not None else registrar.default_access
+    flags = access if access is not None else device.default_access
     first = stage.register(buffer, access=flags, length=length)
     begun = time.perf_counter()
     facts: dict[str, Any] = {"verb": first.verb, "access": flags}
@@ -83,11 +83,11 @@ def run(
     else:
         first.deregister()
     if made.count > 1:
-        run_rest = getattr(registrar, "register_series", None)
+        run_rest = getattr(device, "register_series", None)
         if run_rest is not None:
             _in_c(stage, made, run_rest, length=length, ranges=ranges, access=flags, keep=keep)
         else:
-            _in_python(stage, made, registrar, length=length, ranges=ranges, access=flags, keep=keep)
+            _in_python(stage, made, device, length=length, ranges=ranges, access=flags, keep=keep)
     facts["seconds"] = round(time.perf_counter() - begun, 6)
     if not made:
         made.refused = stage.register(
@@ -131,13 +131,13 @@ def _in_c(
 
 
 def _in_python(
-    stage: Stage, made: Series, registrar: Registrar, *, length: int, ranges: int, access: Any, keep: bool
+    stage: Stage, made: Series, device: Device, *, length: int, ranges: int, access: Any, keep: bool
 ) -> None:
     for number in range(1, made.count):
         address = made.buffer.address + number % ranges * length
         begun = time.perf_counter()
         try:
-            region = registrar.register(registrar.verb, address, length, iova=address, access=access, fd=None)
+            region = device.register(device.verb, address, length, iova=address, access=access, fd=None)
         except OSError as error:
             refusal = Refusal(number, address, length, error.errno or 0, time.perf_counter() - begun)
             made.errno = stage._refused_in_series(made, "register", refusal)

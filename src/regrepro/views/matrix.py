@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any, TextIO
 
+from regrepro.judge.names import name_of
 from regrepro.views.lines import Line, emit, wrap
 
 _STYLES = {
@@ -96,7 +97,7 @@ Row = list[tuple[str, str]]
 
 def scenarios(matrix: Mapping[str, Any]) -> list[str]:
     """Return the scenarios that have a verdict in any cell; those that were asked for, where none has."""
-    found = [str(item["scenario"]) for cell in matrix["cells"] for item in cell["verdicts"]]
+    found = [name_of(item) for cell in matrix["cells"] for item in cell["verdicts"]]
     return list(dict.fromkeys(found)) or [str(name) for name in matrix["scenarios"]]
 
 
@@ -128,7 +129,7 @@ def _cell(cell: Mapping[str, Any], scenario: str) -> tuple[str, str]:
     if cell["state"] != "done":
         return ("not run yet" if cell["state"] == "waiting" else "could not be run"), "error"
     for item in cell["verdicts"]:
-        if item["scenario"] == scenario:
+        if name_of(item) == scenario:
             verdict = str(item["verdict"])
             detail = (
                 item["basis"]
@@ -148,7 +149,7 @@ def _undecided(matrix: Mapping[str, Any]) -> Iterator[str]:
             yield f"{name}: {cell['why']}"
         for item in cell["verdicts"]:
             if item["verdict"] in ("unmet", "error"):
-                yield f"{name}: {item['scenario']} is {item['verdict']}: {item['reason']}"
+                yield f"{name}: {name_of(item)} is {item['verdict']}: {item['reason']}"
 
 
 def _md(text: str) -> str:

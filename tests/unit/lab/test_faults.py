@@ -143,7 +143,7 @@ def test_the_table_of_attacks_has_every_attack_and_no_wrong_cell() -> None:
     root = Path(__file__).parents[3]
     text = (root / "docs/verdicts.md").read_text(encoding="utf-8")
     table = text.partition("<!-- attacks: begin -->")[2].partition("<!-- attacks: end -->")[0]
-    rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", table, re.M))
+    rows = dict(re.findall(r"^\| `([\w\[\]]+)` \| (.*) \|$", table, re.M))
     files = (root / "tests/attacks").rglob("*.py")
     declared = {item.name for file in files for item in load_file(file)}
     assert set(rows) == declared, "run ./scripts/attack-table"

@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy
 import pytest
-from stage_fakes import CMA, FakeBackend, FakeState
+from stage_fakes import CMA, Bench, FakeBackend, FakeState, places
 
 from regrepro.errors import Unmet
+from regrepro.kernel.zones import Zone
 from regrepro.options import RunOptions
-from regrepro.stage.backend import PAGE_SIZE
 from regrepro.stage.buffers import place_as_record, wanted
-from regrepro.stage.search import Wanted
-from unit.stage.test_stage import Bench, places
+from regrepro.stage.ports import PAGE_SIZE
+from regrepro.stage.search import Wanted, consume_first
 
 MOVABLE = 3
 PRESSURE = RunOptions(place="pressure", pressure_limit=1 << 30)
@@ -150,3 +150,16 @@ def test_pressure_asks_for_a_limit() -> None:
 
     with pytest.raises(UsageError, match="--pressure-limit"):
         RunOptions(place="pressure")
+
+
+def zone(node: int, name: str, free: int, free_cma: int = 0) -> Zone:
+    return Zone(node, name, free=free, free_cma=free_cma)
+
+
+def test_what_is_handed_out_before_unpinnable_memory() -> None:
+    assert consume_first([zone(0, "Normal", 1000), zone(0, "Movable", 50)]) == {0: 0}
+    assert consume_first([zone(0, "Normal", 1000, 600)]) == {0: 0}
+    assert consume_first([zone(0, "Normal", 1000, 100)]) == {0: 800}
+    assert consume_first([zone(0, "DMA32", 300, 100), zone(0, "Normal", 1000)]) == {0: 1100}
+    assert consume_first([zone(0, "Normal", 1000), zone(1, "Normal", 10, 3)]) == {1: 4}
+    assert consume_first([]) == {}

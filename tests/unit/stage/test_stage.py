@@ -1,4 +1,4 @@
-"""The stage over a machine made of numbers: what is placed where, and that every step is recorded."""
+"""The stage over a machine made of numbers: what a body calls, and that every step is recorded."""
 
 from __future__ import annotations
 
@@ -7,44 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stage_fakes import CMA, FakeBackend
+from stage_fakes import Bench, FakeBackend, places
 
 from regrepro.errors import Unmet, UsageError
 from regrepro.kernel import own_process
-from regrepro.options import RunOptions
-from regrepro.record import FILE_NAME, RecordWriter, read_record
 from regrepro.scenario import Change
-from regrepro.stage import Stage
-from regrepro.stage.backend import PAGE_SIZE, Zone, parse_cpu_list, parse_zoneinfo
-from regrepro.stage.buffers import consume_first
-
-
-class Bench:
-    """A stage, and the record that it writes."""
-
-    def __init__(
-        self, path: Path, backend: FakeBackend, change: Change | None = None, tracer: Any = None
-    ) -> None:
-        self.backend = backend
-        self.writer = RecordWriter(path / FILE_NAME, {})
-        self.stage = Stage(backend, self.writer, scenario="s", change=change, tracer=tracer)
-
-    def events(self, *types: str) -> list[dict[str, Any]]:
-        return [
-            event for event in read_record(self.writer.path).events if not types or event["event"] in types
-        ]
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Bench:
-    return Bench(tmp_path, FakeBackend())
-
-
-def places(event: dict[str, Any], key: str = "pages") -> list[str]:
-    return [place for _, count, place in event[key]["place"] for _ in range(count)]
-
-
-# The incident, as the shipped scenario does it
+from regrepro.stage.ports import PAGE_SIZE
 
 
 def test_the_incident(bench: Bench) -> None:
@@ -84,7 +52,7 @@ def test_the_incident(bench: Bench) -> None:
     assert succeeded["pins"] == []
     assert places(succeeded, "after") == ["ordinary"] * 8
     assert bench.backend.ranges == []
-    assert bench.backend._registrar.open == 0
+    assert bench.backend._device.open == 0
 
 
 @pytest.mark.parametrize(
@@ -117,108 +85,6 @@ def test_releasing_no_pin_records_nothing(tmp_path: Path) -> None:
     pin.release()
     assert bench.events("release") == []
     assert bench.events("pin")[0]["owner"] == "none"
-
-
-# Placement
-
-
-@pytest.mark.parametrize("pattern", [[3], [0], [7], [0, 1, 2, 7], [1, 3, 5]])
-def test_a_pattern_is_met_exactly(tmp_path: Path, pattern: list[int]) -> None:
-    bench = Bench(tmp_path, FakeBackend(lambda n: n // 5 % 2))
-    bench.stage.buffer(pages=8, place={"unpinnable": pattern})
-    [made] = bench.events("buffer")
-    assert places(made) == ["cma" if index in pattern else "ordinary" for index in range(8)]
-    assert made["place"] == {"unpinnable": pattern}
-
-
-def test_what_does_not_fit_is_given_back(bench: Bench) -> None:
-    buffer = bench.stage.buffer(pages=8, place="unpinnable")
-    assert len(bench.backend.ranges) == 1
-    buffer.free()
-    assert bench.backend.ranges == []
-    assert bench.backend.pages == {}
-
-
-def test_ordinary_pages_are_moved_out_where_there_are_none_at_first(bench: Bench) -> None:
-    """ZONE_MOVABLE is handed out first: the kernel itself moves pages out, for a long-term pin."""
-    bench.stage.buffer(pages=8, place="ordinary")
-    [made] = bench.events("buffer")
-    assert places(made) == ["ordinary"] * 8
-    assert "long-term pin" in made["search"]["helped"]
-    assert sum(bench.backend.pins.values()) == 0
-
-
-def test_a_large_buffer(bench: Bench) -> None:
-    bench.stage.buffer(pages=1025, place="unpinnable")
-    assert set(places(bench.events("buffer")[0])) == {"cma"}
-
-
-def test_out_of_reach_is_unmet_with_numbers(tmp_path: Path) -> None:
-    backend = FakeBackend(lambda n: 0)
-    backend.available = (96 << 20) + 40 * PAGE_SIZE
-    bench = Bench(tmp_path, backend)
-    with pytest.raises(Unmet) as unmet:
-        bench.stage.buffer(pages=8, place="unpinnable")
-    assert unmet.value.need == "unpinnable"
-    assert "8 of 8 unpinnable pages" in unmet.value.why
-    assert "160 KiB were touched" in unmet.value.why
-    assert "online-movable" in unmet.value.how
-    assert backend.ranges == []
-
-
-def test_pressure_limit_bounds_what_is_touched(tmp_path: Path) -> None:
-    options = RunOptions(place="pressure", pressure_limit=1 << 20)
-    backend = FakeBackend(lambda n: 0, options=options)
-    with pytest.raises(Unmet, match=r"1 MiB were touched \(limit 1 MiB\)"):
-        Bench(tmp_path, backend).stage.buffer(pages=8, place="unpinnable")
-    assert backend.handed_out * PAGE_SIZE <= 1 << 20
-
-
-def test_no_unpinnable_memory_on_the_node(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, FakeBackend(lambda n: 0, has_unpinnable=False))
-    bench.stage.buffer(pages=8, place="unpinnable")
-    [made] = bench.events("buffer")
-    assert made["placed"] == "none-on-node"
-    assert places(made) == ["ordinary"] * 8
-
-
-@pytest.mark.parametrize(
-    "keys",
-    [{"has_unpinnable": None, "complete": False, "problems": ["kcore is closed"]}, {"has_unpinnable": None}],
-)
-def test_an_unknown_map_is_unmet(tmp_path: Path, keys: dict[str, Any]) -> None:
-    bench = Bench(tmp_path, FakeBackend(**keys))
-    with pytest.raises(Unmet) as unmet:
-        bench.stage.buffer(pages=8, place="unpinnable")
-    assert unmet.value.need == "page-state"
-
-
-def test_none_seen_but_map_incomplete_proves_nothing(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, FakeBackend(lambda n: 0, has_unpinnable=False, complete=False))
-    bench.backend.available = (96 << 20) + 64 * PAGE_SIZE
-    with pytest.raises(Unmet):
-        bench.stage.buffer(pages=8, place="unpinnable")
-
-
-def test_hidden_pages_are_not_told_as_absent(bench: Bench) -> None:
-    bench.backend.hidden = True
-    bench.stage.buffer(pages=8)
-    [made] = bench.events("buffer")
-    assert made["pages"] is None
-    assert "hidden" in made["pages_unknown"]
-    with pytest.raises(Unmet, match="hidden"):
-        bench.stage.buffer(pages=8, place="unpinnable")
-
-
-def test_another_backing_is_drawn_until_it_fits(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, FakeBackend(lambda n: CMA if n >= 24 else 0))
-    bench.stage.buffer(pages=8, place="unpinnable", backing="memfd")
-    [made] = bench.events("buffer")
-    assert places(made) == ["cma"] * 8
-    assert len(bench.backend.ranges) == 1
-
-
-# Refusals are data; mistakes of the body are not
 
 
 def test_a_refused_pin_is_data(bench: Bench) -> None:
@@ -255,7 +121,7 @@ def test_two_pins_are_both_accounted_for(bench: Bench) -> None:
     buffer = bench.stage.buffer(pages=2, place="unpinnable")
     bench.stage.pin(buffer)
     second = bench.stage.pin(buffer, kind="get")
-    bench.backend._registrar.register = lambda *a, **k: (
+    bench.backend._device.register = lambda *a, **k: (
         second._held[0].release() or (_ for _ in ()).throw(OSError(errno.ENOMEM, ""))
     )
     bench.stage.register(buffer)
@@ -323,7 +189,7 @@ def test_a_transfer_that_fails_is_data(bench: Bench) -> None:
     assert bench.stage.transfer(bench.stage.register(bench.stage.buffer(pages=1))) is False
     [event] = bench.events("transfer")
     assert (event["errno"], event["intact"]) == ("ETIMEDOUT", False)
-    assert bench.backend._registrar.open == 1
+    assert bench.backend._device.open == 1
 
 
 def test_the_trace_goes_with_its_call(tmp_path: Path) -> None:
@@ -348,51 +214,6 @@ def test_the_trace_goes_with_its_call(tmp_path: Path) -> None:
     assert failed["trace"]["events"] == [4]
 
 
-def test_equal_states_are_written_alike(bench: Bench) -> None:
-    """States are encoded once while they do not change; a change must show."""
-    buffer = bench.stage.buffer(pages=4, place="unpinnable")
-    bench.stage.look(buffer)
-    bench.stage.register(buffer)
-    bench.stage.look(buffer)
-    first, second = bench.events("step")
-    [registered] = bench.events("register")
-    assert registered["before"] == first["pages"]
-    assert registered["after"] == second["pages"] != first["pages"]
-
-
-# Long loops of large registrations
-
-
-def test_a_large_state_is_written_once(bench: Bench) -> None:
-    """Read back it is whole; in the file it is there once, and the loop reads it once."""
-    buffer = bench.stage.buffer(pages=2000, place="any")
-    bench.stage.register(buffer).deregister()  # moves out of CMA
-    before = bench.backend.snapshots
-    for _ in range(10):
-        bench.stage.register(buffer).deregister()
-    assert bench.backend.snapshots - before <= 1
-    registered = bench.events("register")
-    assert places(registered[0], "before") == ["cma"] * 2000
-    for event in registered[1:]:
-        assert event["before"]["pfn"] == event["after"]["pfn"] == registered[0]["after"]["pfn"]
-    assert registered[0]["after"]["how"] != "inferred"
-    assert registered[-1]["before"]["how"] == "inferred"
-    assert "/proc/vmstat" in registered[-1]["before"]["source"]
-    lines = bench.writer.path.read_text().splitlines()
-    assert max(len(line) for line in lines[4:]) < 1500
-
-
-def test_a_large_state_is_read_again_when_something_may_have_moved(bench: Bench) -> None:
-    buffer = bench.stage.buffer(pages=2000, place="any")
-    bench.stage.register(buffer).deregister()
-    bench.stage.register(buffer).deregister()
-    bench.backend.pages[buffer.address] = (9999, 0)
-    bench.backend.handed_out += 1  # what the fake's movements count
-    bench.stage.register(buffer)
-    assert bench.events("register")[-1]["before"]["pfn"][0] == [0, 9999, 1]
-    assert "how" in bench.events("register")[-1]["before"]
-
-
 def test_what_the_kernel_counts_and_what_is_mapped_stand_beside_a_registration(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -407,7 +228,7 @@ def test_what_the_kernel_counts_and_what_is_mapped_stand_beside_a_registration(
     succeeded = bench.events("register")[-1]
     assert succeeded["limits"] == {"vmpin": 8192, "vmlck": 4096}
     assert "mappings" not in succeeded
-    bench.backend._registrar.register = lambda *a, **k: (_ for _ in ()).throw(OSError(errno.EFAULT, ""))
+    bench.backend._device.register = lambda *a, **k: (_ for _ in ()).throw(OSError(errno.EFAULT, ""))
     bench.stage.register(buffer)
     refused = bench.events("register")[-1]
     assert refused["limits"] == {"vmpin": 8192, "vmlck": 4096, "vmpin_after": 12288}
@@ -415,36 +236,11 @@ def test_what_the_kernel_counts_and_what_is_mapped_stand_beside_a_registration(
     assert refused["refuses_writable_files"] is True
 
 
-def test_nothing_is_inferred_where_a_pin_is_held_or_the_registration_refused(bench: Bench) -> None:
-    buffer = bench.stage.buffer(pages=2000, place="unpinnable")
-    pin = bench.stage.pin(buffer)
-    bench.stage.register(buffer)
-    for key in ("before", "after"):
-        assert bench.events("register")[-1][key]["refcount"][0][2] == 1025
-        assert bench.events("register")[-1][key]["how"] == "observed"
-    pin.release()
-    bench.backend._registrar.register = lambda *a, **k: (_ for _ in ()).throw(OSError(errno.ENOMEM, ""))
-    bench.stage.register(buffer)
-    assert bench.events("register")[-1]["after"]["refcount"] is not None
-    assert bench.events("register")[-1]["after"]["how"] == "observed"
-
-
-def test_a_large_state_is_read_again_when_its_pageblocks_changed(bench: Bench) -> None:
-    """An isolated block moves no page: no counter of the kernel's tells."""
-    buffer = bench.stage.buffer(pages=2000, place="any")
-    bench.stage.register(buffer).deregister()
-    bench.stage.register(buffer).deregister()
-    pfn, _ = bench.backend.pages[buffer.address]
-    bench.backend.pages[buffer.address] = (pfn, 1)
-    bench.stage.register(buffer)
-    assert bench.events("register")[-1]["before"]["place"][0] == [0, 1, "cma"]
-
-
 def test_what_a_refused_range_is_mapped_to(bench: Bench) -> None:
     """It is read when the call has returned; a success need not pay for it."""
     buffer, other = bench.stage.buffer(pages=2), bench.stage.buffer(pages=1)
     bench.stage.register(buffer).deregister()
-    bench.backend._registrar.register = lambda *a, **k: (_ for _ in ()).throw(OSError(errno.EFAULT, ""))
+    bench.backend._device.register = lambda *a, **k: (_ for _ in ()).throw(OSError(errno.EFAULT, ""))
     bench.stage.register(buffer)
     bench.stage.register(buffer, length=other.address + other.length - buffer.address)
     bench.stage.register(buffer, address=1 << 20, length=1)
@@ -453,102 +249,3 @@ def test_what_a_refused_range_is_mapped_to(bench: Bench) -> None:
     assert refused["mappings"] == [buffer._memory.vma()]
     assert both["mappings"] == [buffer._memory.vma(), other._memory.vma()]
     assert none["mappings"] == []
-
-
-def test_without_the_kernels_counters_everything_is_read(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bench.backend, "movements", lambda: None)
-    buffer = bench.stage.buffer(pages=2000, place="any")
-    before = bench.backend.snapshots
-    bench.stage.register(buffer).deregister()
-    bench.stage.register(buffer).deregister()
-    assert bench.backend.snapshots - before == 4
-
-
-# What the counters say
-
-
-def test_zoneinfo() -> None:
-    zones = parse_zoneinfo(
-        "Node 0, zone   Normal\n  pages free     100\n        low      10\n        present  500\n"
-        "        managed  450\n      nr_free_cma  40\nNode 1, zone  Movable\n  pages free     7\n"
-    )
-    assert [(zone.node, zone.name, zone.free, zone.free_cma, zone.low) for zone in zones] == [
-        (0, "Normal", 100, 40, 10),
-        (1, "Movable", 7, 0, 0),
-    ]
-
-
-def zone(node: int, name: str, free: int, free_cma: int = 0) -> Zone:
-    made = Zone(node, name)
-    made.free, made.free_cma = free, free_cma
-    return made
-
-
-def test_what_is_handed_out_before_unpinnable_memory() -> None:
-    assert consume_first([zone(0, "Normal", 1000), zone(0, "Movable", 50)]) == {0: 0}
-    assert consume_first([zone(0, "Normal", 1000, 600)]) == {0: 0}
-    assert consume_first([zone(0, "Normal", 1000, 100)]) == {0: 800}
-    assert consume_first([zone(0, "DMA32", 300, 100), zone(0, "Normal", 1000)]) == {0: 1100}
-    assert consume_first([zone(0, "Normal", 1000), zone(1, "Normal", 10, 3)]) == {1: 4}
-    assert consume_first([]) == {}
-
-
-def test_cpu_list() -> None:
-    assert parse_cpu_list("0-2,5\n") == {0, 1, 2, 5}
-    assert parse_cpu_list("\n") == set()
-
-
-def test_a_series_by_a_registrar_without_one_of_its_own(bench: Bench) -> None:
-    stage = bench.stage
-    buffer = stage.buffer(pages=4)
-    series = stage.register_many(buffer, 6, length=PAGE_SIZE, keep=True)
-    assert series
-    registrar = bench.backend.registrar()
-    assert (series.succeeded, series.errno, series.refused) == (6, None, None)
-    assert registrar.open == 6
-    series.deregister()
-    series.deregister()
-    assert registrar.open == 0
-    assert [event["number"] for event in bench.events("registered")] == [1, 2, 3, 4, 5]
-    assert [event["address"] - buffer.address for event in bench.events("registered")] == [
-        PAGE_SIZE * number for number in (1, 2, 3, 0, 1)
-    ]
-    assert len(bench.events("register")) == len(bench.events("deregister-many")) == 1
-    stage.finish()
-
-
-def test_a_refusal_in_a_series_is_tried_again_in_full(bench: Bench) -> None:
-    stage = bench.stage
-    buffer = stage.buffer(pages=4, place="unpinnable")
-    stage.pin(buffer, pages=[2])
-    series = stage.register_many(buffer, 4, length=PAGE_SIZE)
-    assert not series
-    assert (series.succeeded, series.errno) == (2, "ENOMEM")
-    assert series.refused is not None
-    assert series.refused.errno == "ENOMEM"
-    assert [(event["number"], event["errno"]) for event in bench.events("registered")] == [
-        (1, None),
-        (2, "ENOMEM"),
-    ]
-    assert [event["errno"] for event in bench.events("register")] == [None, "ENOMEM"]
-    assert bench.events("register")[1]["address"] == buffer.address + 2 * PAGE_SIZE
-    (end,) = bench.events("register-many")
-    assert (end["succeeded"], end["errno"], end["count"]) == (2, "ENOMEM", 4)
-    stage.finish()
-    assert bench.backend.registrar().open == 0
-
-
-def test_a_series_whose_first_is_refused(bench: Bench) -> None:
-    buffer = bench.stage.buffer(pages=2, place="unpinnable")
-    bench.stage.pin(buffer)
-    series = bench.stage.register_many(buffer, 3)
-    assert (series.succeeded, series.errno, bench.events("registered")) == (0, "ENOMEM", [])
-
-
-@pytest.mark.parametrize(("count", "length"), [(0, None), (1, 0), (1, 1 << 40)])
-def test_a_series_that_cannot_be(bench: Bench, count: int, length: int | None) -> None:
-    buffer = bench.stage.buffer(pages=2)
-    with pytest.raises(UsageError):
-        bench.stage.register_many(buffer, count, length=length)
