@@ -9,7 +9,6 @@ parent.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import mmap
 import os
@@ -27,6 +26,7 @@ from types import FrameType
 from typing import Any
 
 from regrepro.errors import EnvironmentProblem, RegreproError, Unmet
+from regrepro.kernel.parent import die_with_parent
 from regrepro.options import RunOptions, format_size
 from regrepro.progress import Progress, Silent
 from regrepro.record import FILE_NAME, RecordProblem, RecordWriter
@@ -34,7 +34,6 @@ from regrepro.scenario import Change, Instead, Library, Scenario, check_options
 from regrepro.stage import Stage, needs
 from regrepro.stage.backend import Backend, MemoryMap, System, Tracer, default_contract
 
-_PR_SET_PDEATHSIG = 1
 _OUTPUT_LIMIT = 8000
 # After SIGKILL: longer than the kernel takes to tear down a large address space under emulation.
 _DEATH_SECONDS = 15.0
@@ -570,8 +569,7 @@ class _Run:
     def _become_child(self, parent: int, output: int) -> None:
         self._signals.reset_in_child()
         os.setsid()
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:
+        if not die_with_parent(parent):
             os._exit(3)
         null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, 0)
