@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src/regrepro"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 # Each costs seconds in a guest without KVM, and a GPU node may not have them.
-HEAVY = {"rich", "jsonschema", "jinja2", "matplotlib", "pyroute2", "virtme"}
+HEAVY = {"rich", "jsonschema", "jinja2", "matplotlib", "virtme"}
 
 
 def house_map() -> dict[str, set[str]]:

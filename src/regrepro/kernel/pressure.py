@@ -39,7 +39,6 @@ _MIB = 1 << 20
 CGROUP_ROOTS = (Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/unified"))
 PSI = Path("/proc/pressure/memory")
 BUDDYINFO = Path("/proc/buddyinfo")
-_PR_SET_PDEATHSIG = 1
 
 _CHUNK = 128 * _MIB
 # Free memory in large pieces that huge pages leave alone: they must not make the kernel compact.
@@ -590,12 +589,11 @@ class _Holder:
 
     def serve(self) -> None:
         """Answer questions until nobody asks any more."""
-        import ctypes
+        from regrepro.kernel.parent import die_with_parent
 
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
             signal.signal(number, signal.SIG_DFL)
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != self._parent:
+        if not die_with_parent(self._parent):
             return
         with contextlib.suppress(OSError):
             Path("/proc/self/oom_score_adj").write_text("1000")

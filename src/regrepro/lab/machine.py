@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import ctypes
 import importlib.util
 import json
 import os
@@ -28,13 +27,13 @@ from pathlib import Path
 from typing import Any
 
 from regrepro.errors import EnvironmentProblem
+from regrepro.kernel.parent import die_with_parent
 from regrepro.lab import initramfs
 from regrepro.lab.guest import MARK
 from regrepro.lab.kernels import Kernel
 from regrepro.lab.settings import Settings
 from regrepro.lab.token import ARGUMENT
 
-_PR_SET_PDEATHSIG = 1
 # Warnings and worse reach the console: panics, the OOM killer, reservations that failed.
 _LOGLEVEL = 5
 CONSOLE_LINES = 40
@@ -252,15 +251,13 @@ class Machine:
         return watch.ending(process.returncode)
 
     def _start(self) -> subprocess.Popen[bytes]:
-        libc = ctypes.CDLL(None, use_errno=True)
         parent = os.getpid()
         # A signal that came between the fork and the assignment would leave a machine that nobody knows of.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
 
-        def die_with_parent() -> None:
+        def in_the_child() -> None:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-            if os.getppid() != parent:
+            if not die_with_parent(parent):
                 os._exit(1)
 
         try:
@@ -270,7 +267,7 @@ class Machine:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 start_new_session=True,
-                preexec_fn=die_with_parent,  # noqa: PLW1509 - no threads of ours are running
+                preexec_fn=in_the_child,  # noqa: PLW1509 - no threads of ours are running
             )
         except OSError as error:
             raise EnvironmentProblem("QEMU cannot be started", why=error.strerror or str(error)) from error

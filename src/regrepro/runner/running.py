@@ -9,7 +9,6 @@ parent.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import mmap
 import os
@@ -26,6 +25,7 @@ from typing import Any
 
 from regrepro.core.memory import keep_from_numa_balancing
 from regrepro.errors import EnvironmentProblem, RegreproError, Unmet
+from regrepro.kernel.parent import die_with_parent
 from regrepro.options import RunOptions, format_size
 from regrepro.progress import Progress, Silent
 from regrepro.record import FILE_NAME, RecordProblem, RecordWriter
@@ -45,7 +45,6 @@ from regrepro.stage import Stage, needs
 from regrepro.stage.ports import Backend, MemoryMap, Tracer
 from regrepro.stage.system import default_contract
 
-_PR_SET_PDEATHSIG = 1
 # After SIGKILL: longer than the kernel takes to tear down a large address space under emulation.
 _DEATH_SECONDS = 15.0
 
@@ -476,8 +475,7 @@ class _Run:
     def _become_child(self, parent: int, output: int) -> None:
         self._signals.reset_in_child()
         os.setsid()
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:
+        if not die_with_parent(parent):
             os._exit(3)
         null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, 0)

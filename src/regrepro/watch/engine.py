@@ -6,7 +6,6 @@ kernel when this process dies (PR_SET_PDEATHSIG), and the journal names it for t
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 import shutil
@@ -19,12 +18,12 @@ from pathlib import Path
 
 from regrepro.errors import EnvironmentProblem
 from regrepro.kernel.leftovers import Entry, Journal
+from regrepro.kernel.parent import die_with_parent
 from regrepro.kernel.trace_fs import lockdown, mounted
 from regrepro.watch.events import Correlator
 from regrepro.watch.program import Program
 
 OLDEST = (0, 14)  # of which the JSON output and tuples in maps are as they are read here
-_PR_SET_PDEATHSIG = 1
 _MAP_KEYS = "16384"
 _STOP_SECONDS = 10.0
 _LINE_LIMIT = 1 << 20
@@ -33,8 +32,6 @@ _STDERR_KEPT = 50
 _BUFFERS_PAGES = 16384
 _PROBE = re.compile(rb"^prog_type:\s+(2|26)$", re.MULTILINE)  # BPF_PROG_TYPE_KPROBE, BPF_PROG_TYPE_TRACING
 _MISSES = re.compile(rb"^recursion_misses:\s+(\d+)", re.MULTILINE)
-
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def find_bpftrace() -> tuple[str, tuple[int, int]]:
@@ -164,8 +161,7 @@ class Engine:
         us = os.getpid()
 
         def die_with_us() -> None:
-            _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-            if os.getppid() != us:
+            if not die_with_parent(us):
                 os._exit(1)
 
         try:
