@@ -19,7 +19,7 @@ from regrepro.kernel.trace_probes import Returns
 from regrepro.record import Record
 from regrepro.watch.correlate import Correlator
 from regrepro.watch.evidence import LOOKS, Evidence, record_events
-from regrepro.watch.failure import (
+from regrepro.watch.failed_registration import (
     Asked,
     Ended,
     FailedRegistration,

@@ -27,7 +27,7 @@ from regrepro.watch.functions import (
 )
 from regrepro.watch.program import Layout, PageOffsets, RequestOffsets, TaskOffsets
 from regrepro.watch.registrations import Account
-from regrepro.watch.settings import PINS, WatchSettings
+from regrepro.watch.watch_settings import PINS, WatchSettings
 
 ENGINE = "bpf"  # the name of what follows the kernel, in records
 

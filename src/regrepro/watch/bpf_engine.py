@@ -24,7 +24,15 @@ from regrepro.kernel import kallsyms
 from regrepro.kernel.trace_probes import LAYERS, Layer
 from regrepro.watch import request_programs as programs
 from regrepro.watch.correlate import Correlator
-from regrepro.watch.failure import Asked, Ended, Inner, LibraryWord, ShortTermPin, StuckPage, limits_of
+from regrepro.watch.failed_registration import (
+    Asked,
+    Ended,
+    Inner,
+    LibraryWord,
+    ShortTermPin,
+    StuckPage,
+    limits_of,
+)
 from regrepro.watch.functions import Function, Functions
 from regrepro.watch.libraries import Copy
 from regrepro.watch.process import kernel_boottime

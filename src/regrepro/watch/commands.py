@@ -125,7 +125,7 @@ def watch(  # noqa: PLR0917
     stopped as asked, 2 usage or environment.
     """
     from regrepro.watch.service import Service
-    from regrepro.watch.settings import WatchSettings
+    from regrepro.watch.watch_settings import WatchSettings
 
     settings = WatchSettings(
         out=out,

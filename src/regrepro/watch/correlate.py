@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from regrepro.watch.failure import (
+from regrepro.watch.failed_registration import (
     Asked,
     Ended,
     FailedRegistration,

@@ -10,7 +10,7 @@ from typing import Any
 from regrepro.core.verbs import access_names
 from regrepro.kernel.pagestate import PageState
 from regrepro.watch import process
-from regrepro.watch.failure import FailedRegistration, ShortTermPin
+from regrepro.watch.failed_registration import FailedRegistration, ShortTermPin
 from regrepro.watch.process import Process
 
 PAGE_SIZE: int = os.sysconf("SC_PAGE_SIZE")

@@ -6,7 +6,7 @@ from typing import Any
 
 from regrepro.kernel import trace_tree
 from regrepro.kernel.trace_flags import FlagNames
-from regrepro.watch.failure import FailedRegistration, Inner
+from regrepro.watch.failed_registration import FailedRegistration, Inner
 from regrepro.watch.functions import Functions
 
 _NO_HANDLER = "no handler of the kernel saw the request: libibverbs or the kernel's entry refused it"

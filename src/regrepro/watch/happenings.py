@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from regrepro.watch.counts import WatchCounts
 from regrepro.watch.later_looks import CaughtFailure
 from regrepro.watch.run_directories import RunDirectories
-from regrepro.watch.settings import WatchSettings
+from regrepro.watch.watch_settings import WatchSettings
 
 
 @dataclass(frozen=True)

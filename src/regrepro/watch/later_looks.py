@@ -11,7 +11,7 @@ from typing import Any
 
 from regrepro.watch import evidence as look
 from regrepro.watch.evidence import LOOKS, Evidence
-from regrepro.watch.failure import FailedRegistration
+from regrepro.watch.failed_registration import FailedRegistration
 
 KEPT, KEPT_PAGES = 64, 131_072
 EVENT = "look"

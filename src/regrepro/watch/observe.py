@@ -18,7 +18,7 @@ from regrepro.kernel.pagestate import KPF_COMPOUND_HEAD, KPF_COMPOUND_TAIL, Page
 from regrepro.kernel.trace_flags import FlagNames
 from regrepro.watch import open_devices, process
 from regrepro.watch.evidence import Evidence, failed_call
-from regrepro.watch.failure import FailedRegistration, StuckPage
+from regrepro.watch.failed_registration import FailedRegistration, StuckPage
 from regrepro.watch.process import Process
 from regrepro.watch.short_term_pins import ShortTermPins
 

@@ -23,7 +23,7 @@ from regrepro.watch.bpf_engine import BpfEngine
 from regrepro.watch.correlate import Correlator
 from regrepro.watch.counts import WatchCounts
 from regrepro.watch.evidence import LOOKS, SCENARIO, Evidence
-from regrepro.watch.failure import FailedRegistration
+from regrepro.watch.failed_registration import FailedRegistration
 from regrepro.watch.failure_trace import trace_of
 from regrepro.watch.happenings import (
     Caught,
@@ -45,9 +45,9 @@ from regrepro.watch.open_devices import devices_are_gone
 from regrepro.watch.process import kernel_boottime
 from regrepro.watch.registrations import Account
 from regrepro.watch.run_directories import RunDirectories
-from regrepro.watch.settings import WatchSettings
 from regrepro.watch.sinks.terminal import say_on_stderr
 from regrepro.watch.suppression import Limiter, Suppression
+from regrepro.watch.watch_settings import WatchSettings
 
 _COUNTED_SECONDS = 15.0
 _SUPPRESSED_SECONDS = 10.0

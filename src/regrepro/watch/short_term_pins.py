@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from regrepro.core.pages import read_pfns, runs
 from regrepro.kernel.trace_flags import FlagNames
 from regrepro.watch import process
-from regrepro.watch.failure import FailedRegistration, ShortTermPin
+from regrepro.watch.failed_registration import FailedRegistration, ShortTermPin
 
 PAGE_SIZE: int = os.sysconf("SC_PAGE_SIZE")
 _PIN_KEPT = 512  # of a process

@@ -10,7 +10,7 @@ from typing import Any
 
 from regrepro.watch.counts import WatchCounts
 from regrepro.watch.evidence import UNKNOWN_ERRNO
-from regrepro.watch.failure import FailedRegistration
+from regrepro.watch.failed_registration import FailedRegistration
 
 _KINDS_KEPT = 10_000
 

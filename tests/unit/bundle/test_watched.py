@@ -17,7 +17,7 @@ from regrepro.bundle.redact import Redactor
 from regrepro.record import FILE_NAME, RecordWriter, read_record
 from regrepro.watch import process
 from regrepro.watch.evidence import Evidence, record_events
-from regrepro.watch.failure import FailedRegistration, Inner
+from regrepro.watch.failed_registration import FailedRegistration, Inner
 
 SCHEMA = json.loads((Path(regrepro.__file__).parent / "schema" / "record-1.json").read_text())
 CONTAINER = "5fe1c0ad" * 8

@@ -24,7 +24,7 @@ from regrepro.watch import bpf_engine
 from regrepro.watch import request_programs as programs
 from regrepro.watch.bpf_engine import BpfEngine
 from regrepro.watch.correlate import Correlator
-from regrepro.watch.failure import FailedRegistration, ShortTermPin, StuckPage
+from regrepro.watch.failed_registration import FailedRegistration, ShortTermPin, StuckPage
 from regrepro.watch.functions import Function, Functions
 from regrepro.watch.libraries import Copy
 from regrepro.watch.program import Layout, PageOffsets, RequestOffsets, TaskOffsets

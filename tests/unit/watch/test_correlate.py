@@ -20,7 +20,7 @@ from watch_fakes import (
 )
 
 from regrepro.watch import correlate
-from regrepro.watch.failure import Asked, Inner
+from regrepro.watch.failed_registration import Asked, Inner
 from regrepro.watch.failure_trace import trace_of
 from regrepro.watch.program import REQUESTS, attribute_index
 

@@ -22,7 +22,7 @@ from watch_fakes import (
 )
 
 from regrepro.judge import exit_code
-from regrepro.watch.failure import FailedRegistration, Inner
+from regrepro.watch.failed_registration import FailedRegistration, Inner
 
 
 def test_a_held_pin_that_was_seen_in_full_is_class_b_proven() -> None:

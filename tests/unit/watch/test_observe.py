@@ -24,7 +24,7 @@ from watch_fakes import (
 
 from regrepro.watch import observe, process
 from regrepro.watch.evidence import PAGE_SIZE, Evidence
-from regrepro.watch.failure import FailedRegistration, Inner, StuckPage, limits_of
+from regrepro.watch.failed_registration import FailedRegistration, Inner, StuckPage, limits_of
 from regrepro.watch.process import Process
 
 

@@ -32,13 +32,13 @@ from regrepro.record import read_record
 from regrepro.watch import service, sinks
 from regrepro.watch.attach import FollowedKernel
 from regrepro.watch.evidence import LOOKS, Evidence
-from regrepro.watch.failure import FailedRegistration
+from regrepro.watch.failed_registration import FailedRegistration
 from regrepro.watch.happenings import Looked, Proven, Sinks, Stopped
 from regrepro.watch.libraries import Copy
 from regrepro.watch.lock import Lock
 from regrepro.watch.process import Process
 from regrepro.watch.service import Service
-from regrepro.watch.settings import WatchSettings
+from regrepro.watch.watch_settings import WatchSettings
 
 Part = Callable[[FakeEngine], None]
 

@@ -15,7 +15,7 @@ from watch_fakes import ADDRESS, FLAGS, short_term
 
 from regrepro.watch import process, short_term_pins
 from regrepro.watch.evidence import PAGE_SIZE
-from regrepro.watch.failure import FailedRegistration, ShortTermPin
+from regrepro.watch.failed_registration import FailedRegistration, ShortTermPin
 from regrepro.watch.short_term_pins import ShortTermPins, modules_of
 
 

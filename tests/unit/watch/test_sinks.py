@@ -28,9 +28,9 @@ from regrepro.watch.happenings import (
 from regrepro.watch.later_looks import CaughtFailure
 from regrepro.watch.process import Process
 from regrepro.watch.run_directories import RunDirectories
-from regrepro.watch.settings import WatchSettings
 from regrepro.watch.sinks.prometheus import PrometheusSink, text_of
 from regrepro.watch.sinks.terminal import printable
+from regrepro.watch.watch_settings import WatchSettings
 
 Make = Callable[..., Surroundings]
 

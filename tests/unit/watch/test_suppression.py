@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from regrepro.watch.counts import WatchCounts
-from regrepro.watch.failure import FailedRegistration
+from regrepro.watch.failed_registration import FailedRegistration
 from regrepro.watch.suppression import Limiter, Suppression
 
 
