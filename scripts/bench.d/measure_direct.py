@@ -48,7 +48,7 @@ def direct(work: Work) -> list[Row]:
     found: dict[str, list[tuple[float, float]]] = {"that pins nothing": [], "that made a pin before": []}
     for number in range(max(2, work.rounds // 2)):
         before = loop(disk, buffer)
-        watching = Watching(Path("/run") / f"regrepro-bench-direct-{number}", "bpf", "--pins", "unpins")
+        watching = Watching(Path("/run") / f"regrepro-bench-direct-{number}", "--pins", "unpins")
         try:
             beside = {}
             for name in found:

@@ -177,7 +177,7 @@ class Beside:
         make_root(root)
         mount = ("unshare", "-m", "sh", "-c", f'mount --bind {copy} {library} && exec "$@"', "sh")
         chroot = ("chroot", f"--userspec={NOBODY}:{NOBODY}", str(root))
-        # All are there before watch looks, so that it starts bpftrace anew only once.
+        # All are there before watch looks, so that all are found at once.
         programs = {
             "a mount namespace": Waiting(
                 mount, self.device, f"reg_mr({self.bad}, {5 * PAGE}, {self.access})"

@@ -75,11 +75,6 @@ ROWS = [
         ),
     ),
     Row(
-        "6.12 movablecore=512M, watch by bpftrace",
-        LabOptions("6.12", ("movablecore=512M",)),
-        ((*WATCH, "--engine", "bpftrace"),),
-    ),
-    Row(
         "7.3 movablecore=512M, CUDA",
         LabOptions("7.3", ("movablecore=512M",)),
         (

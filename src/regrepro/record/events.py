@@ -853,7 +853,7 @@ class WatchEvent(Event):
         "registrations",
         "stopped",
     ] = key("what happened; `modules`: modules were loaded since")
-    engine: str = key("of `started`: `bpf`, or bpftrace and its version", optional=True)
+    engine: str = key("of `started`: `bpf`", optional=True)
     functions: list[str] = key("of `started` and `modules`: functions that are followed", optional=True)
     by_kprobe: list[str] = key("of `started`: those of them that kprobes follow", optional=True)
     missing: Json = key(

@@ -23,11 +23,20 @@ from regrepro.core.uprobes import REGISTERS, attach_to_code, attach_to_function,
 from regrepro.kernel import kallsyms
 from regrepro.kernel.trace_probes import LAYERS, Layer
 from regrepro.watch import request_programs as programs
-from regrepro.watch.copies import Copy
-from regrepro.watch.events import Asked, Correlator, Ended, Inner, LibraryWord, PlainPin, StuckPage, limits_of
+from regrepro.watch.correlate import Correlator
+from regrepro.watch.failed_registration import (
+    Asked,
+    Ended,
+    Inner,
+    LibraryWord,
+    ShortTermPin,
+    StuckPage,
+    limits_of,
+)
 from regrepro.watch.functions import Function, Functions
+from regrepro.watch.libraries import Copy
 from regrepro.watch.process import kernel_boottime
-from regrepro.watch.program import ACCOUNT_SECONDS, Layout, verb_number
+from regrepro.watch.program import ACCOUNT_SECONDS, Layout
 from regrepro.watch.registrations import KEY, SIZE_KEY, Account
 from regrepro.watch.request_programs import Context, Maps
 
@@ -338,15 +347,13 @@ class BpfEngine:
         self._programs.append(program)
 
     def follow(self, copy: Copy) -> None:
-        """Follow at entry and return what cannot be followed where it fails of a copy of libibverbs.
+        """Follow the verbs of a copy of libibverbs at entry and return.
 
         Raises OSError, with what was attached of that copy taken away again.
         """
         mine = self._copies.setdefault(copy.key, [])
         try:
-            for verb in copy.verbs() if not mine else ():
-                if verb in copy.at_failure or verb not in copy.offsets:
-                    continue
+            for verb, offset in copy.offsets.items() if not mine else ():
                 number = self._number(partial(self._library_failed, verb), programs.CALL_BYTES // 8)
                 for at_return in (True, False):
                     context = self._registers
@@ -356,7 +363,7 @@ class BpfEngine:
                         else programs.library_call(self._maps, context)
                     )
                     program = bpf.load_program(code, bpf.PROG_KPROBE, verb[:15])
-                    place = copy.library.path, copy.offsets[verb], program
+                    place = copy.path, offset, program
                     self._keep(program, partial(attach_to_code, *place, at_return=at_return), mine)
         except OSError:
             self.forget([copy.key])
@@ -602,14 +609,14 @@ class BpfEngine:
             given |= {"iova": third, "access": fourth & 0xFFFFFFFF}
         else:
             given |= {"iova": third, "fd": fourth & 0xFFFFFFFF, "access": fifth & 0xFFFFFFFF}
-        self.correlator.library_failed(LibraryWord(tid, pid, ns, verb_number(verb), given))
+        self.correlator.library_failed(LibraryWord(tid, pid, ns, verb, given))
 
     def _plain_pin(self, function: str, tid: int, pid: int, ns: int, words: Sequence[int]) -> None:
         start, pages, flags, page, length, *stack = words
         length = programs.signed_int(length)
         frames = stack[: length // 8 if length > 0 else 0]
         names = self._names(frames)
-        self.correlator.on_pin(PlainPin(ns, tid, pid, function, start, pages, flags, names, page=page))
+        self.correlator.on_pin(ShortTermPin(ns, tid, pid, function, start, pages, flags, names, page=page))
 
     def _unpinned(self, _tid: int, pid: int, ns: int, words: Sequence[int]) -> None:
         self.correlator.on_unpin(pid, ns, words[0])

@@ -101,19 +101,6 @@ def _size(_ctx: click.Context, _param: click.Parameter, value: str) -> int:
 @click.option(
     "--duration", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS", help="Stop after so long."
 )
-@click.option(
-    "--trampolines/--no-trampolines",
-    default=True,
-    show_default=True,
-    help="Follow the kernel by fentry and fexit where it has BTF; without, by kprobes.",
-)
-@click.option(
-    "--engine",
-    type=click.Choice(["auto", "bpf", "bpftrace"]),
-    default="auto",
-    show_default=True,
-    help="What follows the kernel: programs of its own, or bpftrace, where those cannot.",
-)
 @click.option("--json", "as_json", is_flag=True, help="Print each failure as one line of JSON.")
 @click.option("--quiet", "-q", is_flag=True, help="Print no failures; the records have them.")
 def watch(  # noqa: PLR0917
@@ -129,19 +116,18 @@ def watch(  # noqa: PLR0917
     quota: int,
     failures: int | None,
     duration: float | None,
-    trampolines: bool,
-    engine: str,
     as_json: bool,
     quiet: bool,
 ) -> None:  # fmt: skip
     """Catch registrations that fail, of every process on this node, and keep what the kernel knows of each.
 
-    Needs root; before Linux 5.11 and without BTF bpftrace, too. Silent while nothing fails. Exit status: 0
+    Needs root, and Linux 5.11 or later with BTF. Silent while nothing fails. Exit status: 0
     stopped as asked, 2 usage or environment.
     """
-    from regrepro.watch.watch import Options, Watch, say_on_stderr
+    from regrepro.watch.service import Service
+    from regrepro.watch.watch_settings import WatchSettings
 
-    options = Options(
+    settings = WatchSettings(
         out=out,
         pins=pins,
         registrations=registrations,
@@ -156,11 +142,9 @@ def watch(  # noqa: PLR0917
         quiet=quiet,
         limit=failures or 0,
         duration=duration or 0.0,
-        trampolines=trampolines,
-        engine=engine,
     )
     try:
-        Watch(options, say_on_stderr).run()
+        Service(settings).run()
     except RegreproError as error:
         click.echo(f"regrepro watch: {error}", err=True)
         sys.exit(error.exit_code)

@@ -1,4 +1,4 @@
-"""What is asked of a library's ELF file: the functions that it offers, its text, and offsets of the file.
+"""What is asked of a library's ELF file: the functions that it offers, and where they lie in it.
 
 Only files of 64 bits and of this machine's byte order. Layouts: elf(5).
 """
@@ -6,12 +6,10 @@ Only files of 64 bits and of this machine's byte order. Layouts: elf(5).
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
 
 _SHT_DYNSYM, _SHT_VERSYM = 11, 0x6FFFFFFF
 _HIDDEN = 0x8000  # a versioned symbol that is not the default one
 _PT_LOAD = 1
-_MACHINES = {62: "x86_64", 183: "aarch64"}  # EM_X86_64, EM_AARCH64
 
 
 class NotElf(Exception):
@@ -58,15 +56,6 @@ def dynamic_functions(blob: bytes) -> dict[str, tuple[int, int]]:
     return found
 
 
-def machine_of(blob: bytes) -> str:
-    """Return the architecture as uname(2) names it, "" for one that is not known here. Raises NotElf."""
-    _check(blob)
-    try:
-        return _MACHINES.get(struct.unpack_from("=H", blob, 0x12)[0], "")
-    except struct.error as error:
-        raise NotElf(str(error)) from None
-
-
 def _loaded(blob: bytes) -> list[tuple[int, int, int]]:
     """Return what is loaded of the file, as (address, offset, size)."""
     _check(blob)
@@ -85,17 +74,3 @@ def file_offset(blob: bytes, address: int) -> int:
         if start <= address < start + length:
             return offset + address - start
     raise NotElf(f"{address:#x} is not in the file")
-
-
-def text_reader(blob: bytes) -> Callable[[int, int], bytes]:
-    """Return what reads the library's bytes by address: fewer than asked for at the end. Raises NotElf."""
-    loaded = _loaded(blob)
-
-    def read(address: int, length: int) -> bytes:
-        for start, offset, size in loaded:
-            if start <= address < start + size:
-                begin = offset + address - start
-                return blob[begin : min(begin + length, offset + size)]
-        return b""
-
-    return read

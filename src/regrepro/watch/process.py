@@ -44,7 +44,8 @@ class Process:
     problems: list[str] = field(default_factory=list)
 
 
-def _read(path: Path, problems: list[str]) -> str | None:
+def read_text(path: Path, problems: list[str]) -> str | None:
+    """Return a file's text; None, and why among `problems`, where it cannot be read."""
     try:
         return path.read_text(errors="replace")
     except OSError as error:
@@ -123,7 +124,7 @@ def read_process(pid: int, proc: Path = PROC) -> Process:
     base, problems, facts = proc / str(pid), result.problems, result.facts
     facts["pid"] = pid
     facts["starttime"] = start_time(pid) if proc == PROC else None
-    status = _read(base / "status", problems)
+    status = read_text(base / "status", problems)
     if status is not None:
         fields = dict(re.findall(r"^(\w+):\s*(.*)$", status, re.MULTILINE))
         facts["comm"] = fields.get("Name")
@@ -134,7 +135,7 @@ def read_process(pid: int, proc: Path = PROC) -> Process:
             found = re.match(r"(\d+) kB", fields.get(name, ""))
             if found:
                 result.limits[name.lower()] = int(found[1]) * 1024
-    limits = _read(base / "limits", problems)
+    limits = read_text(base / "limits", problems)
     if limits is not None:
         soft = memlock_limit(limits)
         if not isinstance(soft, str):
@@ -147,13 +148,13 @@ def read_process(pid: int, proc: Path = PROC) -> Process:
             problems.append(f"{error.filename}: {error.strerror}")
             continue
         facts[f"{name}_namespace"] = "its own" if own != first else "the node's"
-    environ = _read(base / "environ", problems)
+    environ = read_text(base / "environ", problems)
     if environ is not None:
         facts["rank"] = rank_variables(environ)
-    command = _read(base / "cmdline", problems)
+    command = read_text(base / "cmdline", problems)
     if command is not None:
         facts["cmdline"] = command.replace("\0", " ").strip()[:_CMDLINE_LIMIT]
-    cgroup = _read(base / "cgroup", problems)
+    cgroup = read_text(base / "cgroup", problems)
     if cgroup is not None:
         line = next((line for line in cgroup.splitlines() if line.startswith("0::")), cgroup.split("\n")[0])
         facts["cgroup"] = line.split(":", 2)[-1]

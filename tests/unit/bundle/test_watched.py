@@ -16,8 +16,8 @@ from regrepro.bundle.make import make_bundle
 from regrepro.bundle.redact import Redactor
 from regrepro.record import FILE_NAME, RecordWriter, read_record
 from regrepro.watch import process
-from regrepro.watch.events import Failure, Inner
 from regrepro.watch.evidence import Evidence, record_events
+from regrepro.watch.failed_registration import FailedRegistration, Inner
 
 SCHEMA = json.loads((Path(regrepro.__file__).parent / "schema" / "record-2.json").read_text())
 CONTAINER = "5fe1c0ad" * 8
@@ -79,7 +79,7 @@ def watch_run(directory: Path) -> Path:
     """A run directory as watch leaves it: the process is read, and written, by watch's own code."""
     seen = process.read_process(4711, proc_of(directory))
     assert seen.facts["cmdline"] == COMMAND and "AWS_SECRET_ACCESS_KEY" not in seen.facts["rank"]
-    failure = Failure(
+    failure = FailedRegistration(
         4712,
         4711,
         SECRETS["program"],

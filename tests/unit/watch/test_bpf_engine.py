@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
 import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,15 +23,13 @@ from regrepro.kernel.trace_probes import Returns
 from regrepro.watch import bpf_engine
 from regrepro.watch import request_programs as programs
 from regrepro.watch.bpf_engine import BpfEngine
-from regrepro.watch.copies import Copy
-from regrepro.watch.events import Correlator, Failure, LibraryWord, PlainPin, StuckPage
+from regrepro.watch.correlate import Correlator
+from regrepro.watch.failed_registration import FailedRegistration, ShortTermPin, StuckPage
 from regrepro.watch.functions import Function, Functions
-from regrepro.watch.library_probes import LibraryProbes
-from regrepro.watch.process import kernel_boottime
+from regrepro.watch.libraries import Copy
 from regrepro.watch.program import Layout, PageOffsets, RequestOffsets, TaskOffsets
 from regrepro.watch.registrations import KEY, NO_SIZE, SIZE_KEY, Account
 from regrepro.watch.request_programs import ALL, NOTHING, REQUEST_WORDS
-from regrepro.watch.watch import Options, Watch
 
 pytestmark = pytest.mark.skipif(not REGISTERS, reason="the registers of this architecture are not known")
 
@@ -233,14 +230,12 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernel]:
 class Told:
     """A correlator, and what it hands out."""
 
-    complete: list[Failure] = field(default_factory=list)
+    complete: list[FailedRegistration] = field(default_factory=list)
     opened: list[int] = field(default_factory=list)
-    pins: list[PlainPin] = field(default_factory=list)
+    pins: list[ShortTermPin] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.correlator = Correlator(
-            [], lambda _failure: None, self.complete.append, reasons=FUNCTIONS.reasons
-        )
+        self.correlator = Correlator(lambda _failure: None, self.complete.append, reasons=FUNCTIONS.reasons)
         self.correlator.on_open = self.opened.append
         self.correlator.on_pin = self.pins.append
 
@@ -583,7 +578,7 @@ def test_plain_pins_have_the_names_of_their_stack(
     feed(kernel, number, 0x1000, 512, 0x41, 0, -14, *[0] * programs.STACK_FRAMES)
     made.take(LATER)
     stack_told = ["f1+1", "f2+1", "0xff"]
-    first = PlainPin(1000, 7, 6, "pin_user_pages", 0x1000, 512, 0x41, stack_told, page=0xFFFF)
+    first = ShortTermPin(1000, 7, 6, "pin_user_pages", 0x1000, 512, 0x41, stack_told, page=0xFFFF)
     assert told.pins[0] == first
     # Symbols are read at most once in some seconds: what came since is an address.
     assert [pin.stack for pin in told.pins[1:]] == [["f2+1", "f1+1"], ["0x3"], []]
@@ -741,22 +736,18 @@ def test_a_ring_that_cannot_be_read_ends_it(
 
 def copy(key: tuple[int, int] = (1, 2)) -> Copy:
     functions = {"ibv_reg_mr": 0x10, "ibv_reg_mr_iova2": 0x80, "ibv_reg_dmabuf_mr": 0x100}
-    sizes = {f"{name}:size": 64 for name in functions}
-    return Copy(key, "/x/libibverbs.so.1", 9, functions | sizes, set(), dict(functions))
+    return Copy(key, "/x/libibverbs.so.1", 9, functions)
 
 
-def test_verbs_that_are_not_followed_where_they_fail_are_followed_at_return_and_entry(
-    kernel: Kernel, told: Told
-) -> None:
+def test_verbs_are_followed_at_return_and_entry(kernel: Kernel, told: Told) -> None:
     made = engine(told)
     one, other = copy(), copy((3, 4))
-    one.at_failure.add("ibv_reg_mr")
-    del one.offsets["ibv_reg_mr_iova2"]
+    del one.offsets["ibv_reg_mr_iova2"], one.offsets["ibv_reg_mr"]
     kernel.attached.clear()
     before = descriptors()
     assert not made.follows(one)
     made.follow(one)
-    path = one.library.path
+    path = one.path
     assert kernel.attached == [f"uretprobe {path}:256", f"uprobe {path}:256"] and made.follows(one)
     assert made.follows_libraries and made.probes == 12
     made.follow(one)
@@ -802,20 +793,19 @@ def test_a_verb_that_gives_null_is_the_librarys_word(
     made = engine(told)
     one = copy()
     made.follow(one)
-    on = f"{one.library.path}:{one.offsets[verb]}"
+    on = f"{one.path}:{one.offsets[verb]}"
     kernel.run(f"uprobe {on}", *parameters)
     kernel.run(f"uretprobe {on}", ret=0x5555)
     kernel.run(f"uretprobe {on}", ret=0)  # the entry of this one was passed over
     made.take(LATER)
-    assert not told.correlator.alone
+    assert not told.complete
     kernel.run(f"uprobe {on}", *parameters)
     kernel.run(f"uretprobe {on}", ret=0)
     made.take(LATER)
-    (word,) = told.correlator.alone
-    assert word.given == dict(zip(("address", "length", "iova", "access", "fd"), given, strict=False))
-    assert (word.tid, word.pid, word.ns) == (7, 6, kernel.machine.ns)
-    told.correlator.settle(LATER)
-    assert told.complete[0].verb == verb
+    (failure,) = told.complete
+    known = (failure.address, failure.length, failure.iova, failure.access, failure.fd)
+    assert known[: len(given)] == given
+    assert (failure.verb, failure.tid, failure.pid, failure.ns) == (verb, 7, 6, kernel.machine.ns)
     made.stop()
 
 
@@ -823,13 +813,13 @@ def test_a_verb_that_calls_another_is_told_once_as_the_other(kernel: Kernel, tol
     made = engine(told)
     one = copy()
     made.follow(one)
-    outer, inner = (f"{one.library.path}:{one.offsets[verb]}" for verb in ("ibv_reg_mr", "ibv_reg_mr_iova2"))
+    outer, inner = (f"{one.path}:{one.offsets[verb]}" for verb in ("ibv_reg_mr", "ibv_reg_mr_iova2"))
     kernel.run(f"uprobe {outer}", 1, 0x7000, 4096, 7)
     kernel.run(f"uprobe {inner}", 1, 0x7000, 4096, 0x7000, 7)
     kernel.run(f"uretprobe {inner}", ret=0)
     kernel.run(f"uretprobe {outer}", ret=0)
     made.take(LATER)
-    assert [word.verb for word in told.correlator.alone] == [2]
+    assert [failure.verb for failure in told.complete] == ["ibv_reg_mr_iova2"]
     made.stop()
 
 
@@ -838,7 +828,7 @@ def test_a_library_overtaken_by_nothing_completes_the_kernels_failure(kernel: Ke
     told.correlator.library_speaks = True
     one = copy()
     made.follow(one)
-    path = one.library.path
+    path = one.path
     kernel.run(f"uprobe {path}:16", 1, 0x7000, 4096, 7, 0, 0)
     kernel.run(f"fentry {MR}", BUNDLE)
     kernel.run(f"fexit {MR}", BUNDLE, ret=-errno.EINVAL)
@@ -847,183 +837,6 @@ def test_a_library_overtaken_by_nothing_completes_the_kernels_failure(kernel: Ke
     (failure,) = told.complete
     assert (failure.verb, failure.function, failure.address, failure.access) == ("ibv_reg_mr", MR, 0x7000, 7)
     made.stop()
-
-
-# The library's words and the kernel's, in order
-
-
-@pytest.fixture
-def words(told: Told, kernel: Kernel, tmp_path: Path) -> Iterator[tuple[Watch, BpfEngine, list[LibraryWord]]]:
-    """Watch with an engine, and the words that libibverbs' probes will have the next time."""
-    made, coming = engine(told), list[LibraryWord]()
-    told.correlator.library_speaks = True
-    watch = Watch(Options(tmp_path, libraries=False), lambda _text: None)
-
-    def take(word: Callable[[LibraryWord], None]) -> int:
-        taken, coming[:] = list(coming), []
-        for item in taken:
-            word(item)
-        return len(taken)
-
-    watch._library_probes = SimpleNamespace(take=take, lost=0)  # type: ignore[assignment]
-    watch._engine = made
-    watch._lost_seen = made.lost
-    yield watch, made, coming
-    made.stop()
-    for fd in watch._waker:
-        os.close(fd)
-
-
-def word(ns: int, tid: int = 7) -> LibraryWord:
-    return LibraryWord(tid, 6, ns, 2, {"address": 0x7000, "length": 4096, "iova": 0x7000, "access": 7}, "app")
-
-
-def take_all(watch: Watch, made: BpfEngine, turns: int = 1000) -> None:
-    for _ in range(turns):
-        watch._take_in_order(made)
-        if not watch._more:
-            return
-    raise AssertionError("it never comes to an end")
-
-
-def test_of_a_flood_each_failure_gets_its_word(
-    kernel: Kernel, told: Told, words: tuple[Watch, BpfEngine, list[LibraryWord]]
-) -> None:
-    watch, made, coming = words
-    many = 3000
-    for number in range(many):
-        feed(kernel, number_of(made, "_request_failed", MR), *request(since=1), ns=10 * number + 1)
-        coming.append(word(10 * number + 5))
-    coming.reverse()  # CPUs' rings are read one after the other
-    take_all(watch, made)
-    assert len(told.complete) == many
-    assert all(item.verb == "ibv_reg_mr_iova2" and item.function == MR for item in told.complete)
-
-
-def test_a_word_waits_for_a_record_that_is_being_written(
-    kernel: Kernel, told: Told, words: tuple[Watch, BpfEngine, list[LibraryWord]]
-) -> None:
-    watch, made, coming = words
-    coming.append(word(50))
-    kernel.writes = True
-    watch._take_in_order(made)
-    assert watch._more and not told.complete
-    feed(kernel, number_of(made, "_request_failed", MR), *request(since=1), ns=40)
-    kernel.writes = False
-    take_all(watch, made)
-    assert [(item.function, item.verb) for item in told.complete] == [(MR, "ibv_reg_mr_iova2")]
-
-
-def test_a_word_of_which_the_kernel_has_said_nothing_stands_alone_at_once(
-    kernel: Kernel, told: Told, words: tuple[Watch, BpfEngine, list[LibraryWord]]
-) -> None:
-    watch, made, coming = words
-    coming.append(word(50))
-    feed(kernel, number_of(made, "_request_failed", MR), *request(since=1), ns=60, tid=8)
-    take_all(watch, made)
-    (failure,) = told.complete
-    assert (failure.tid, failure.function, failure.verb, failure.doubt) == (7, "", "ibv_reg_mr_iova2", "")
-
-
-def test_a_word_from_after_the_reading_waits_for_the_next(
-    kernel: Kernel, told: Told, words: tuple[Watch, BpfEngine, list[LibraryWord]]
-) -> None:
-    watch, made, coming = words
-    soon = kernel_boottime() + 100_000_000
-    coming.append(word(soon))
-    watch._take_in_order(made)
-    assert watch._more and not told.complete
-    feed(kernel, number_of(made, "_request_failed", MR), *request(since=1), ns=soon - 1)
-    take_all(watch, made)
-    assert [(item.function, item.verb) for item in told.complete] == [(MR, "ibv_reg_mr_iova2")]
-
-
-def test_words_do_not_pile_up_while_a_flood_goes_on(
-    kernel: Kernel, told: Told, words: tuple[Watch, BpfEngine, list[LibraryWord]]
-) -> None:
-    watch, made, coming = words
-    for number in range(50):
-        coming.append(word(10 * number + 5))
-        feed(kernel, number_of(made, "_request_failed", MR), *request(since=1), ns=10 * number + 6, tid=8)
-    coming.append(word(1000))
-    kernel.writes = True
-    for _ in range(5):
-        watch._take_in_order(made)
-    assert watch._more and not told.correlator.alone
-    alone = [item.ns for item in told.complete if not item.function]
-    assert alone == [10 * number + 5 for number in range(50)]
-    assert [item.ns for item in watch._words] == [1000]  # of which the kernel may still say something
-
-
-def test_where_events_were_lost_a_word_that_stands_alone_is_doubted(
-    kernel: Kernel, told: Told, words: tuple[Watch, BpfEngine, list[LibraryWord]]
-) -> None:
-    watch, made, coming = words
-    watch._lost_seen -= 1
-    coming.append(word(50))
-    take_all(watch, made)
-    assert [item.doubt for item in told.complete] == ["events were lost near this failure"]
-
-
-def test_a_signal_ends_the_turns(
-    kernel: Kernel, told: Told, words: tuple[Watch, BpfEngine, list[LibraryWord]]
-) -> None:
-    watch, made, _ = words
-    turns: list[int] = []
-    before = watch._library_probes.take
-    watch._library_probes.take = lambda word: turns.append(0) or before(word)  # type: ignore[func-returns-value, method-assign]
-    kernel.writes = True
-    watch._take_in_order(made)
-    without, watch._stop = len(turns), signal.SIGTERM
-    watch._take_in_order(made)
-    assert watch._more and without > 1 and len(turns) == without + 1
-    kernel.writes = False
-
-
-def test_words_of_a_copy_that_is_forgotten_are_read_before_its_probes_are_gone(
-    kernel: Kernel, told: Told, words: tuple[Watch, BpfEngine, list[LibraryWord]]
-) -> None:
-    watch, _, coming = words
-    watch._library_probes.forget = lambda keys: coming.clear() if keys else None  # type: ignore[method-assign, assignment]
-    watch._words.append(word(20))
-    coming += [word(30), word(10)]
-    watch._copies.forget_unused = list  # type: ignore[method-assign]
-    watch._forget_unused()
-    assert len(coming) == 2
-    watch._copies.forget_unused = lambda: [(1, 2)]  # type: ignore[method-assign]
-    watch._forget_unused()
-    assert not coming and [item.ns for item in watch._words] == [10, 20, 30]
-
-
-def test_a_copy_that_the_engine_could_not_follow_at_return_is_followed_nowhere(
-    kernel: Kernel, words: tuple[Watch, BpfEngine, list[LibraryWord]]
-) -> None:
-    watch, made, _ = words
-    watch._library_probes = LibraryProbes()
-    one, other = copy(), copy((3, 4))
-    one.at_failure.add("ibv_reg_mr")
-    watch._copies.known = {one.key: one, other.key: other}
-    made.follow(one)
-    rows = watch._how_followed()
-    assert [row["at"] for row in rows] == ["failure", "return", "return", *["nowhere"] * 3]
-    watch._copies.known = {}
-
-
-def test_what_is_left_at_the_end_is_taken(
-    kernel: Kernel, told: Told, words: tuple[Watch, BpfEngine, list[LibraryWord]]
-) -> None:
-    watch, made, coming = words
-    watch._library_probes.close = lambda: None  # type: ignore[method-assign]
-    events: list[dict[str, Any]] = []
-    ended: list[str] = []
-    watch._output = SimpleNamespace(  # type: ignore[assignment]
-        event=lambda _kind, **keys: events.append(keys), end=ended.append
-    )
-    feed(kernel, number_of(made, "_request_failed", MR), *request(since=1), ns=40)
-    coming.append(word(50))
-    watch._finish()
-    assert [(item.function, item.verb) for item in told.complete] == [(MR, "ibv_reg_mr_iova2")]
-    assert events[-1]["what"] == "stopped" and ended == ["finished"] and made.ended
 
 
 # Modules that come later
@@ -1211,16 +1024,6 @@ def test_registrations_are_counted_by_kprobes_where_no_trampoline_is_to_be_had(
     made.stop()
 
 
-def test_the_librarys_numbers_are_those_of_the_verbs(kernel: Kernel, told: Told) -> None:
-    made = engine(told)
-    words: list[LibraryWord] = []
-    told.correlator.library_failed = words.append  # type: ignore[method-assign, assignment]
-    for verb in ("ibv_reg_mr", "ibv_reg_mr_iova2", "ibv_reg_dmabuf_mr"):
-        made._library_failed(verb, 7, 6, 1000, range(6))
-    assert [word.verb for word in words] == [1, 2, 3]
-    made.stop()
-
-
 def test_that_there_was_no_room_to_count_is_told_by_itself(kernel: Kernel, told: Told) -> None:
     account = Account()
     made = engine(told, account=account)
@@ -1228,40 +1031,3 @@ def test_that_there_was_no_room_to_count_is_told_by_itself(kernel: Kernel, told:
     account_now(made)
     made.stop()
     assert account.changed and account.as_record()["uncounted"] == 3
-
-
-def test_words_that_are_left_at_a_signal_in_a_flood_are_told(
-    kernel: Kernel, told: Told, words: tuple[Watch, BpfEngine, list[LibraryWord]]
-) -> None:
-    watch, made, coming = words
-    watch._library_probes.close = lambda: None  # type: ignore[method-assign]
-    watch._output = SimpleNamespace(event=lambda *_a, **_k: None, end=lambda _o: None)  # type: ignore[assignment]
-    for number in range(200):
-        feed(kernel, number_of(made, "_request_failed", MR), *request(since=1), ns=10 * number + 6, tid=8)
-    coming.append(word(5000))
-    watch._stop = 15
-    watch._finish()
-    assert [failure.ns for failure in told.complete if failure.tid == 7] == [5000]
-
-
-def test_words_of_an_engine_that_ended_are_told(
-    kernel: Kernel,
-    told: Told,
-    words: tuple[Watch, BpfEngine, list[LibraryWord]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def broken(_ring: KernelRing) -> Iterator[bytes]:
-        raise OSError(errno.EBADMSG, "no ring")
-
-    watch, made, coming = words
-    watch._output = SimpleNamespace(event=lambda *_a, **_k: None, begin=lambda: None)  # type: ignore[assignment]
-    monkeypatch.setattr(KernelRing, "take", broken)
-    kernel.writes = True
-    coming.append(word(50))
-    watch._take_in_order(made)
-    assert made.ended
-    monkeypatch.setattr(watch, "_start_bpf", lambda: made)
-    monkeypatch.setattr(time, "sleep", lambda _seconds: None)
-    watch._watch_engines(time.monotonic())
-    watch._engine = None
-    assert [(failure.tid, failure.doubt != "") for failure in told.complete] == [(7, True)]

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from regrepro.watch.branches import Branch, Place, Undecided, failing_branches
-from regrepro.watch.copies import dynamic_functions
+from regrepro.watch.elf import dynamic_functions
 from regrepro.watch.flow.graph import follow
 from regrepro.watch.flow.machine import End
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import time
@@ -199,3 +200,17 @@ def test_the_prolog_does_not_wait_for_a_manager_that_does_not_answer(tmp_path: P
     begin = time.monotonic()
     assert prolog(tmp_path, "exec sleep 600")[:2] == (0, "")
     assert time.monotonic() - begin < 40
+
+
+@pytest.mark.parametrize("name", ["regrepro-watch.service", "regrepro-watch-daemonset.yaml"])
+def test_what_is_packaged_calls_watch_with_options_that_it_has(name: str) -> None:
+    lines = [
+        line
+        for line in (PACKAGING / name).read_text(encoding="utf-8").splitlines()
+        if line.startswith("ExecStart=") or line.lstrip().startswith("- --")
+    ]
+    given = set(re.findall(r" (--[a-z]+)", "\n".join(lines)))
+    known = {
+        option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)
+    }
+    assert {"--out", "--metrics"} <= given <= known

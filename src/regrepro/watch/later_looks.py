@@ -10,18 +10,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from regrepro.watch import evidence as look
-from regrepro.watch.events import Failure
 from regrepro.watch.evidence import LOOKS, Evidence
+from regrepro.watch.failed_registration import FailedRegistration
 
 KEPT, KEPT_PAGES = 64, 131_072
 EVENT = "look"
 
 
 @dataclass
-class Waiting:
+class CaughtFailure:
     """A failure that was recorded as `name`, and what later looks saw (the keys of their events)."""
 
-    failure: Failure
+    failure: FailedRegistration
     evidence: Evidence
     trace: dict[str, Any]
     name: str
@@ -43,11 +43,14 @@ class Waiting:
         """Pages that are kept of it."""
         return sum(state.pages for state in (self.evidence.pages, self.evidence.again) if state is not None)
 
-    def add(self, seen: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-        """Keep what a look saw; return its event."""
-        self.looks.append({**look.labels(self.name), "registration": 1, **seen})
+    def add(self, seen: dict[str, Any]) -> None:
+        """Keep what a look saw."""
+        self.looks.append(self.event(seen)[1])
         self.looked = self.failure.since + (seen["after_seconds"] or 0.0)
-        return EVENT, self.looks[-1]
+
+    def event(self, seen: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        """Return the event of a look."""
+        return EVENT, {**look.labels(self.name), "registration": 1, **seen}
 
     def events(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield the events of its whole pass."""
@@ -56,14 +59,14 @@ class Waiting:
             yield EVENT, keys
 
 
-class Again:
+class LaterLooks:
     """Those that wait for their next look."""
 
     def __init__(self) -> None:
-        self.waiting: list[Waiting] = []
+        self.waiting: list[CaughtFailure] = []
         self.left_out = 0
 
-    def take(self, item: Waiting) -> str:
+    def take(self, item: CaughtFailure) -> str:
         """Keep a failure for later looks; return why not, where there are too many."""
         if len(self.waiting) >= KEPT or sum(one.pages for one in self.waiting) + item.pages > KEPT_PAGES:
             self.left_out += 1
@@ -71,7 +74,7 @@ class Again:
         self.waiting.append(item)
         return ""
 
-    def due(self, now: float) -> list[Waiting]:
+    def due(self, now: float) -> list[CaughtFailure]:
         """Return those whose next look is due."""
         return [item for item in self.waiting if now >= item.due]
 

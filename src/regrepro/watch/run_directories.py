@@ -1,6 +1,6 @@
 """Where watch writes: run directories like those of `run`, each of a bounded size, all within a quota.
 
-    DIR/20261130-101500-host/record.jsonl, verdicts.json, program.bt
+    DIR/20261130-101500-host/record.jsonl, verdicts.json
 
 A directory is complete once the next one has begun. Whoever moves or removes a record makes watch begin a new
 one; nothing is written into a file that has been moved away for longer than one failure.
@@ -21,14 +21,14 @@ from regrepro.errors import EnvironmentProblem
 from regrepro.record import FILE_NAME, RecordProblem, RecordWriter
 
 MARKER = ".watch"  # in a run directory: it is watch's, and the quota's
-_OLD_MARKERS = ("program.bt",)
+_OLD_MARKERS = ("program.bt",)  # of watches before the marker
 _RUN = re.compile(r"^\d{8}-\d{6}-[A-Za-z0-9._-]+?(-\d+)?$")
 
 
-class Output:
+class RunDirectories:
     """The run directory that is written to now.
 
-    `header` makes a record's header, `begin` writes what each record begins with. Raises EnvironmentProblem
+    `header` makes a record's header; `made_header` is that of the present one. Raises EnvironmentProblem
     where the directory cannot be made or written.
     """
 
@@ -43,6 +43,7 @@ class Output:
     ) -> None:
         self.directory = directory
         self._header = header
+        self.made_header: Mapping[str, Any] = {}
         self._rotate = rotate
         self._quota = quota
         self._keep_seconds = keep_seconds
@@ -79,7 +80,8 @@ class Output:
                 ) from None
         with suppress(OSError):
             (self.path / MARKER).touch()
-        self._writer = RecordWriter(self.path / FILE_NAME, self._header())
+        self.made_header = self._header()
+        self._writer = RecordWriter(self.path / FILE_NAME, self.made_header)
         self._began = time.monotonic()
         self.written = 0
         self.on_begin()

@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from regrepro.watch.elf import NotElf, dynamic_functions
-from regrepro.watch.program import VERBS, Library, is_jump
+from regrepro.watch.elf import NotElf, dynamic_functions, file_offset
+from regrepro.watch.open_devices import processes_with_device
+from regrepro.watch.process import PROC
 
-PROC = Path("/proc")
+VERBS = ("ibv_reg_mr", "ibv_reg_mr_iova2", "ibv_reg_dmabuf_mr")
 # Bytes. A file of that name may be anybody's, in any container, and it is read as a whole.
 SIZE_LIMIT = 16 << 20
+_JUMP_BYTES = 32  # a function that is shorter does no more than jump into another
 _MAPPING = re.compile(
     r"^(?P<range>[0-9a-f]+-[0-9a-f]+) ..x. [0-9a-f]+ (?P<device>[0-9a-f]+:[0-9a-f]+) (?P<inode>\d+)\s+"
     r"(?P<path>/\S*libibverbs[^/\s]*\.so[^/]*?)(?P<gone> \(deleted\))?$",
@@ -35,21 +37,13 @@ class Copy:
     key: tuple[int, int]  # device, inode
     shown: str
     fd: int
-    functions: dict[str, int] = field(default_factory=dict)  # as `verbs_in` has them
-    at_failure: set[str] = field(default_factory=set)  # verbs that are followed where they fail
-    offsets: dict[str, int] = field(default_factory=dict)  # bytes of the file at which the others begin
+    offsets: dict[str, int] = field(default_factory=dict)  # verbs → bytes of the file at which they begin
     users: set[int] = field(default_factory=set)  # processes that had it mapped; of the system's own: none
 
     @property
-    def library(self) -> Library:
-        """For the program; the path stays right while this process lives."""
-        rest = {name: value for name, value in self.functions.items() if name not in self.at_failure}
-        return Library(f"/proc/{os.getpid()}/fd/{self.fd}", rest)
-
-    def verbs(self) -> list[str]:
-        """Return the verbs of it that are to be followed: not those that only jump into another one."""
-        functions = self.functions
-        return [verb for verb in VERBS.values() if verb in functions and not is_jump(verb, functions)]
+    def path(self) -> str:
+        """A path that stays right while this process lives."""
+        return f"/proc/{os.getpid()}/fd/{self.fd}"
 
     def close(self) -> None:
         """Let the file go."""
@@ -59,10 +53,16 @@ class Copy:
 
 
 def verbs_in(blob: bytes) -> dict[str, int]:
-    """Return where a libibverbs' verbs begin, and as `NAME:size` their sizes. Raises NotElf."""
+    """Return the verbs of a libibverbs that are to be followed, and where they begin in its file.
+
+    ibv_reg_mr is left out where it is so short that it can only be a jump into ibv_reg_mr_iova2. Raises
+    NotElf.
+    """
     known = dynamic_functions(blob)
-    found = {name: known[name][0] for name in VERBS.values() if name in known}
-    return found | {f"{name}:size": known[name][1] for name in found}
+    found = {name: known[name] for name in VERBS if name in known}
+    if "ibv_reg_mr_iova2" in found and found.get("ibv_reg_mr", (0, _JUMP_BYTES))[1] < _JUMP_BYTES:
+        del found["ibv_reg_mr"]
+    return {name: file_offset(blob, address) for name, (address, _) in found.items()}
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,6 @@ class Copies:
         self._proc = proc
         self.known: dict[tuple[int, int], Copy] = {}
         self.problems: dict[str, str] = {}
-        self.on_new: Callable[[Copy, bytes], None] = lambda _copy, _blob: None
 
     def add_file(self, path: Path, shown: str, pid: int | None = None) -> bool:
         """Add a copy by its path, which process `pid` has mapped; return whether it is a new one."""
@@ -118,19 +117,17 @@ class Copies:
         try:
             if facts.st_size > SIZE_LIMIT:
                 raise NotElf(f"{facts.st_size} bytes are no libibverbs")
-            blob = Path(f"/proc/self/fd/{fd}").read_bytes()
-            functions = verbs_in(blob)
+            offsets = verbs_in(Path(f"/proc/self/fd/{fd}").read_bytes())
         except (NotElf, OSError) as error:
             self.problems[shown] = str(error)
             os.close(fd)
             return False
-        if not any(name in functions for name in VERBS.values()):
+        if not offsets:
             self.problems[shown] = "it has none of the functions that register memory"
             os.close(fd)
             return False
         users = {pid} if pid is not None else set()
-        copy = self.known[key] = Copy(key, shown, fd, functions, users=users)
-        self.on_new(copy, blob)
+        self.known[key] = Copy(key, shown, fd, offsets, users)
         return True
 
     def look_at(self, pid: int) -> bool:
@@ -176,52 +173,11 @@ class Copies:
                 gone.append(key)
         return gone
 
-    def libraries(self) -> list[Library]:
-        """All copies, for the program."""
-        return [copy.library for copy in self.known.values()]
-
     def close(self) -> None:
         """Let all files go."""
         for copy in self.known.values():
             copy.close()
         self.known.clear()
-
-
-def processes_with_device(proc: Path = PROC) -> Iterator[int]:
-    """Yield the processes that have /dev/infiniband/uverbs* open, as far as they can be looked into."""
-    for entry in proc.iterdir():
-        if entry.name.isdigit() and devices_of(int(entry.name), proc):
-            yield int(entry.name)
-
-
-def _open_devices(pid: int, proc: Path) -> Iterator[tuple[str, bool]]:
-    """Yield (uverbsN, whether its file is gone) of each RDMA device that a process has open."""
-    with suppress(OSError):
-        for link in (proc / str(pid) / "fd").iterdir():
-            with suppress(OSError):
-                found = re.search(r"/infiniband/(uverbs\d+)( \(deleted\))?$", str(link.readlink()))
-                if found:
-                    yield found[1], bool(found[2])
-
-
-def devices_of(pid: int, proc: Path = PROC) -> list[str]:
-    """Return the names uverbsN of the RDMA devices that a process has open."""
-    return sorted({name for name, gone in _open_devices(pid, proc) if not gone})
-
-
-def devices_are_gone(pid: int, proc: Path = PROC, sysfs: Path = Path("/sys/class/infiniband_verbs")) -> bool:
-    """Return whether a process has RDMA devices open, and all of them are gone from this node."""
-    gone = [deleted or not (sysfs / name).exists() for name, deleted in _open_devices(pid, proc)]
-    return bool(gone) and all(gone)
-
-
-def device_names(uverbs: Iterable[str]) -> list[str]:
-    """Return the RDMA devices' names of uverbsN, those that sysfs knows."""
-    names = []
-    for item in uverbs:
-        with suppress(OSError):
-            names.append(Path(f"/sys/class/infiniband_verbs/{item}/ibdev").read_text().strip())
-    return names
 
 
 def system_copies() -> list[Path]:

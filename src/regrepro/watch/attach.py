@@ -1,0 +1,163 @@
+"""What of this kernel is followed, and the engine that follows it."""
+
+from __future__ import annotations
+
+import os
+import resource
+import struct
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from regrepro.errors import EnvironmentProblem
+from regrepro.kernel import trace_flags
+from regrepro.kernel.btf import Btf, BtfError
+from regrepro.kernel.trace_flags import FlagNames
+from regrepro.kernel.trace_fs import lockdown
+from regrepro.watch.bpf_engine import BpfEngine
+from regrepro.watch.correlate import Correlator
+from regrepro.watch.functions import (
+    KALLSYMS,
+    MODULES,
+    BtfFunctions,
+    Functions,
+    find_functions,
+    loaded_modules,
+    without_coming,
+)
+from regrepro.watch.program import Layout, PageOffsets, RequestOffsets, TaskOffsets
+from regrepro.watch.registrations import Account
+from regrepro.watch.watch_settings import PINS, WatchSettings
+
+ENGINE = "bpf"  # the name of what follows the kernel, in records
+
+
+def require_rights() -> None:
+    """Raise EnvironmentProblem, with what would help, where this user or kernel cannot be watched."""
+    if os.geteuid() != 0:
+        raise EnvironmentProblem(
+            "watch follows the kernel and other users' processes, which needs root", hint="run it with sudo"
+        )
+    if lockdown() == "confidentiality":
+        raise EnvironmentProblem(
+            "this kernel is locked down (confidentiality)",
+            why="it lets nobody follow it, root neither",
+            hint="boot it with lockdown=integrity or without",
+        )
+    with suppress(OSError):
+        own = Path("/proc/self/ns/pid").stat().st_ino
+        if own != 0xEFFFFFFC:  # PROC_PID_INIT_INO, include/linux/proc_ns.h
+            raise EnvironmentProblem(
+                "watch runs in a PID namespace of its own and would not find the node's processes",
+                hint="run it on the node itself, or in a container with the node's PIDs (hostPID: true)",
+            )
+
+
+@dataclass
+class FollowedKernel:
+    """The functions that are followed, and where this kernel has what is told of a failure."""
+
+    functions: Functions
+    flags: FlagNames
+    layout: Layout = field(default_factory=Layout)
+    modules: frozenset[str] = frozenset()  # that are loaded
+
+    @classmethod
+    def read(cls) -> FollowedKernel:
+        """Read what this kernel has. Raises EnvironmentProblem where there is nothing to follow."""
+        modules = loaded_modules()
+        btf = BtfFunctions()
+        found = find_functions(btf, KALLSYMS.read_bytes(), dict.fromkeys(modules, True))
+        functions = without_coming(found, modules)
+        if not functions.entries:
+            raise EnvironmentProblem(
+                "this kernel has no function of ib_uverbs to be followed",
+                why="the module is not loaded, or its symbols are hidden",
+                hint="modprobe ib_uverbs; sysctl kernel.kptr_restrict must not be 2",
+            )
+        pages = task = request = None
+        with suppress(BtfError):
+            if btf.kernel is not None:
+                pages, task = page_offsets(btf.kernel), task_offsets(btf.kernel)
+            bundle = btf.of_module(functions.entries[0].module)
+            if bundle is not None:
+                request = request_offsets(bundle)
+        return cls(functions, trace_flags.of_running_kernel(), Layout(pages, task, request), modules)
+
+    def start_engine(
+        self, correlator: Correlator, settings: WatchSettings, account: Account | None
+    ) -> BpfEngine:
+        """Start to follow the functions. Raises EnvironmentProblem where the kernel does not let it."""
+        try:
+            return BpfEngine(
+                self.functions,
+                correlator,
+                self.layout,
+                plain_pins=PINS[settings.pins],
+                longterm=self.flags.values.get("FOLL_LONGTERM", 0),
+                unpins=settings.pins == "unpins",
+                account=account,
+            )
+        except OSError as error:
+            raise EnvironmentProblem(
+                "this kernel does not take watch's BPF programs",
+                why=": ".join(str(part) for part in (error.filename, error.strerror) if part),
+                hint="they need Linux 5.11 or later with BTF of its modules (/sys/kernel/btf); "
+                "`regrepro run` and `regrepro explain` do without",
+            ) from None
+
+    def follow_modules(self, engine: BpfEngine) -> tuple[list[str], list[str]]:
+        """Follow drivers, too, that were loaded since; return these modules, and functions of them."""
+        loaded = loaded_modules()
+        new, gone = (loaded - self.modules) & MODULES, self.modules - loaded
+        self.modules = loaded
+        if gone:
+            engine.forget_modules(self.functions, gone)
+        if not new:
+            return [], []
+        found = find_functions(BtfFunctions(), KALLSYMS.read_bytes(), dict.fromkeys(loaded, True))
+        without_coming(found, loaded)
+        return sorted(new), engine.follow_new(self.functions, found)
+
+
+def page_offsets(btf: Btf) -> PageOffsets | None:
+    """Return where struct page has what is told of a page that would not move; None where BTF lacks it."""
+    lru = btf.offset("page", "lru")
+    if lru is None:
+        lru = btf.offset("folio", "lru")
+    flags, refcount, mapcount = (btf.offset("page", name) for name in ("flags", "_refcount", "_mapcount"))
+    if lru is None or flags is None or refcount is None or mapcount is None:
+        return None
+    pincount = btf.offset("folio", "_pincount")
+    return PageOffsets(lru, flags, refcount, mapcount, pincount if pincount is not None else refcount)
+
+
+def task_offsets(btf: Btf) -> TaskOffsets | None:
+    """Return where the kernel has what is told of a process whose request failed; None before 5.5, where
+    start_boottime has another name.
+    """
+    leader, start, its_signal, mm = (
+        btf.offset("task_struct", name) for name in ("group_leader", "start_boottime", "signal", "mm")
+    )
+    limits, pinned = btf.offset("signal_struct", "rlim"), btf.offset("mm_struct", "pinned_vm")
+    if leader is None or start is None or its_signal is None:
+        return None
+    if mm is None or limits is None or pinned is None:
+        return None
+    # struct rlimit has two unsigned longs (include/uapi/linux/resource.h).
+    memlock = limits + resource.RLIMIT_MEMLOCK * 2 * struct.calcsize("L")
+    return TaskOffsets(leader, start, its_signal, memlock, mm, pinned)
+
+
+def request_offsets(btf: Btf) -> RequestOffsets | None:
+    """Return where the kernel has what a request asked for; None where BTF does not describe it as it is
+    read here: of an attribute the first eight bytes.
+    """
+    bundle = "uverbs_attr_bundle"
+    ucore, present, attributes = (btf.offset(bundle, name) for name in ("ucore", "attr_present", "attrs"))
+    inbuf, size = btf.offset("ib_udata", "inbuf"), btf.size("uverbs_attr")
+    if ucore is None or present is None or attributes is None or inbuf is None or size is None:
+        return None
+    if btf.offset("uverbs_attr", "ptr_attr") != 0 or btf.offset("uverbs_ptr_attr", "data") != 0:
+        return None
+    return RequestOffsets(ucore + inbuf, present, attributes, size)
