@@ -1,4 +1,4 @@
-"""Builds the C core with cffi in API mode, and puts the shipped scenario files and the BPF programs into the package."""
+"""Builds the C core with cffi in API mode; puts the scenario files and the BPF programs into the package."""
 
 from __future__ import annotations
 

@@ -2,9 +2,9 @@
 
     python csrc/build_bpf.py OUT [ARCHITECTURE]
 
-OUT gets `registrations.bpf.o`, by zig's C compiler (the package ziglang of PyPI), and `follow`, by $CC (default: cc)
-with the static libraries of libbpf-dev, libelf-dev, zlib1g-dev and libzstd-dev, so that it needs libc alone. Exits with
-1 and a sentence where something is missing.
+OUT gets `registrations.bpf.o`, by zig's C compiler (the package ziglang of PyPI), and `follow`, by $CC or cc
+with the static libraries of libbpf-dev, libelf-dev, zlib1g-dev and libzstd-dev, so that it needs libc alone.
+Exits with 1 and a sentence where something is missing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 HEADERS = Path("/usr/include")
 TARGETS = {"x86_64": "x86", "aarch64": "arm64"}
-# libelf's licence, LGPL-3+ or GPL-2+, and libbpf's, LGPL-2.1 or BSD-2-Clause, ask for the sources to be named: Debian's.
+# Their licences: libbpf LGPL-2.1 or BSD-2-Clause, libelf LGPL-3+ or GPL-2+, zlib its own, zstd BSD-3-Clause.
 LIBRARIES = ("libbpf.a", "libelf.a", "libz.a", "libzstd.a")
 
 
@@ -35,11 +35,35 @@ def build(out: Path, architecture: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         # libbpf's headers alone: a compiler for an older glibc has its own of everything else.
         (Path(folder) / "bpf").symlink_to(HEADERS / "bpf")
-        programs = [sys.executable, "-m", "ziglang", "cc", "-target", "bpfel-freestanding", "-O2", "-g", "-Wall", "-Wextra"]
-        programs += [f"-D__TARGET_ARCH_{TARGETS[architecture]}", f"-I{folder}", f"-I{HEADERS}", f"-I{multiarch}"]
+        programs = [
+            sys.executable,
+            "-m",
+            "ziglang",
+            "cc",
+            "-target",
+            "bpfel-freestanding",
+            "-O2",
+            "-g",
+            "-Wall",
+            "-Wextra",
+        ]
+        programs += [
+            f"-D__TARGET_ARCH_{TARGETS[architecture]}",
+            f"-I{folder}",
+            f"-I{HEADERS}",
+            f"-I{multiarch}",
+        ]
         source = HERE / "bpf/registrations.bpf.c"
         run([*programs, "-c", str(source), "-o", str(out / "registrations.bpf.o")])
-        loader = [*shlex.split(os.environ.get("CC", "cc")), "-std=gnu11", "-O2", "-Wall", "-Wextra", "-s", f"-I{folder}"]
+        loader = [
+            *shlex.split(os.environ.get("CC", "cc")),
+            "-std=gnu11",
+            "-O2",
+            "-Wall",
+            "-Wextra",
+            "-s",
+            f"-I{folder}",
+        ]
         source = HERE / "libbpf/follow.c"
         run([*loader, "-o", str(out / "follow"), str(source), *(str(path) for path in libraries)])
 

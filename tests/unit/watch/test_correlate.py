@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from regrepro.watch.program import REQUESTS, attribute_index
 from watch_fakes import (
     ADDRESS,
     DMABUF_HANDLER,
@@ -21,7 +20,7 @@ from watch_fakes import (
 )
 
 from regrepro.watch import correlate
-from regrepro.watch.failed_registration import Asked, Inner
+from regrepro.watch.failed_registration import REQUESTS, Asked, Inner, attribute_index
 from regrepro.watch.failure_trace import trace_of
 
 
