@@ -32,8 +32,10 @@ class BuildWithScenarios(build_py):
 
     def _build_bpf(self) -> None:
         """Build what `watch` needs, where the libraries are: all else of the package does without."""
+        # As distutils names the platform that a wheel is built for, where that is another one: linux-aarch64.
+        architecture = os.environ.get("_PYTHON_HOST_PLATFORM", platform.machine()).rpartition("-")[2]
         try:
-            build_bpf.build(Path(self.build_lib) / "regrepro" / "_bpf", platform.machine())
+            build_bpf.build(Path(self.build_lib) / "regrepro" / "_bpf", architecture)
         except (OSError, KeyError, subprocess.CalledProcessError) as error:
             if os.environ.get("REGREPRO_BPF") == "required":
                 raise

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import platform
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -20,13 +21,25 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 HEADERS = Path("/usr/include")
 TARGETS = {"x86_64": "x86", "aarch64": "arm64"}
-# Their licences: libbpf LGPL-2.1 or BSD-2-Clause, libelf LGPL-3+ or GPL-2+, zlib its own, zstd BSD-3-Clause.
 LIBRARIES = ("libbpf.a", "libelf.a", "libz.a", "libzstd.a")
 
 
+NOTICE = """\
+The program `follow` beside this file has been linked with these static libraries of the Debian system that it
+was built on, where their sources and licences are (https://sources.debian.org):
+
+  libbpf    LGPL-2.1 or BSD-2-Clause
+  libelf    LGPL-3.0-or-later or GPL-2.0-or-later (elfutils)
+  zlib      Zlib
+  zstd      BSD-3-Clause or GPL-2.0
+
+It can be linked again with other versions of them: csrc/build_bpf.py of regrepro's source archive does it.
+`registrations.bpf.o` is made of regrepro's own source and is "GPL-2.0 OR BSD-2-Clause" to the kernel.
+"""
+
+
 def build(out: Path, architecture: str) -> None:
-    """Build both. Raises OSError or subprocess.CalledProcessError."""
-    out.mkdir(parents=True, exist_ok=True)
+    """Build both, or nothing. Raises OSError, KeyError (architecture) or subprocess.CalledProcessError."""
     multiarch = HEADERS / f"{platform.machine()}-linux-gnu"
     libraries = [Path(f"/usr/lib/{architecture}-linux-gnu") / name for name in LIBRARIES]
     for needed in (HEADERS / "bpf/libbpf.h", *libraries):
@@ -54,7 +67,7 @@ def build(out: Path, architecture: str) -> None:
             f"-I{multiarch}",
         ]
         source = HERE / "bpf/registrations.bpf.c"
-        run([*programs, "-c", str(source), "-o", str(out / "registrations.bpf.o")])
+        run([*programs, "-c", str(source), "-o", f"{folder}/registrations.bpf.o"])
         loader = [
             *shlex.split(os.environ.get("CC", "cc")),
             "-std=gnu11",
@@ -65,7 +78,12 @@ def build(out: Path, architecture: str) -> None:
             f"-I{folder}",
         ]
         source = HERE / "libbpf/follow.c"
-        run([*loader, "-o", str(out / "follow"), str(source), *(str(path) for path in libraries)])
+        run([*loader, "-o", f"{folder}/follow", str(source), *(str(path) for path in libraries)])
+
+        out.mkdir(parents=True, exist_ok=True)
+        for name in ("registrations.bpf.o", "follow"):
+            shutil.copy(Path(folder) / name, out / name)
+        (out / "NOTICE").write_text(NOTICE, encoding="utf-8")
 
 
 def run(command: list[str]) -> None:

@@ -90,7 +90,7 @@ class FollowedKernel:
             raise EnvironmentProblem(
                 "this installation has no BPF programs for watch",
                 why=f"there is no {FILES[1]}",
-                hint="install the wheel, or in a checkout run scripts/build-bpf",
+                hint="install the wheel; in a checkout, scripts/test builds them",
             )
         if not BTF.exists():
             raise EnvironmentProblem(
