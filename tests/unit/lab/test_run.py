@@ -287,7 +287,9 @@ def test_a_directory_that_holds_a_run_is_refused(fake_lab: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_machine_and_gives_everything_back(fake_lab: Path, number: signal.Signals) -> None:
-    qemu(fake_lab, f"echo $$ > {fake_lab}/pid\nkill -{number.value} {os.getpid()}\nsleep 60")
+    # Later than while it is being started: until Popen has returned it is the kernel that would end it, with
+    # its parent, and that is pytest here.
+    qemu(fake_lab, f"echo $$ > {fake_lab}/pid\nsleep 0.5\nkill -{number.value} {os.getpid()}\nsleep 60")
     with pytest.raises(module.Interrupted) as caught:
         go(fake_lab)
     assert caught.value.exit_code == 128 + number
