@@ -6,6 +6,7 @@ it hands over, so that nothing stays attached once this process is dead, by SIGK
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import struct
@@ -113,7 +114,13 @@ class Loader:
     ) -> Sequence[int]:
         packet = _REQUEST.pack(what, at_return, number, cookie, program.encode(), module.encode(), text)
         socket.send_fds(self._socket, [packet], [] if give is None else [give])
-        data, fds, _, _ = socket.recv_fds(self._socket, _ANSWER.size, _DESCRIPTORS)
+        data, fds, flags, _ = socket.recv_fds(self._socket, _ANSWER.size, _DESCRIPTORS)
+        for fd in fds:
+            os.set_inheritable(fd, False)  # recv_fds() passes no MSG_CMSG_CLOEXEC on
+        if flags & socket.MSG_CTRUNC:  # the kernel drops what finds no number in this process
+            for fd in fds:
+                os.close(fd)
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), program)
         if len(data) != _ANSWER.size:
             raise OSError(0, f"the loader ended with {self._process.wait()}", program)
         status, said = _ANSWER.unpack(data)

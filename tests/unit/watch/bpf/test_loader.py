@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -100,6 +101,36 @@ def test_without_a_target_no_program_for_trampolines_is_asked_for(fake: Path) ->
 def test_what_libbpf_says_is_in_the_error(fake: Path) -> None:
     with pytest.raises(OSError, match=r"Invalid argument \(libbpf: it is no object\)"):
         Loader(fake, Path("bad"))
+
+
+def test_what_is_handed_over_is_no_childs(fake: Path) -> None:
+    with Loader(fake, Path("an.o")) as loader:
+        made = loader.kprobe("kretprobe_failed", "dma_buf_get", 7, at_return=True)
+    assert not os.get_inheritable(made.link) and not os.get_inheritable(made.program)
+    made.close()
+
+
+@pytest.mark.parametrize("room", [0, 1])
+def test_descriptors_that_find_no_number_are_an_error_and_none_is_kept(fake: Path, room: int) -> None:
+    with Loader(fake, Path("an.o")) as loader:
+        before = descriptors()
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        taken = [os.open(os.devnull, os.O_RDONLY)]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (taken[0] + 8, limits[1]))
+        try:
+            with pytest.raises(OSError, match="Too many open files"):
+                while True:
+                    taken.append(os.open(os.devnull, os.O_RDONLY))
+            for _ in range(room):
+                os.close(taken.pop())
+            with pytest.raises(OSError, match="Too many open files"):
+                loader.kprobe("kretprobe_failed", "dma_buf_get", 7, at_return=True)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+            for fd in taken:
+                os.close(fd)
+        assert descriptors() == before
+        os.close(loader.map("ring"))  # it goes on
 
 
 def test_a_loader_that_dies_is_said(fake: Path) -> None:
