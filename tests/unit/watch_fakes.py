@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -180,8 +180,9 @@ class FakeEngine:
     def follows(self, copy: Any) -> bool:
         return copy.key in self.followed
 
-    def follow(self, copy: Any) -> None:
-        self.followed.append(copy.key)
+    def follow(self, copies: Iterable[Any]) -> list[tuple[Any, OSError]]:
+        self.followed += [copy.key for copy in copies]
+        return []
 
     def forget(self, keys: Sequence[tuple[int, int]]) -> None:
         self.forgotten += keys

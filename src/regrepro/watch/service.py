@@ -8,7 +8,7 @@ import select
 import signal
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -37,7 +37,7 @@ from regrepro.watch.happenings import (
     Surroundings,
 )
 from regrepro.watch.later_looks import CaughtFailure, LaterLooks, no_look
-from regrepro.watch.libraries import Copies, Copy, system_copies
+from regrepro.watch.libraries import Copies, system_copies
 from regrepro.watch.lock import Lock
 from regrepro.watch.losses import Losses
 from regrepro.watch.observe import Observer
@@ -140,14 +140,11 @@ class Service:
         account = self._account if self.settings.registrations else None
         self._engine = engine = self._kernel.start_engine(correlator, self.settings, account)
         self._losses.follow(engine)
-        for copy in self._copies.known.values():
-            self._follow(engine, copy)
+        self._follow_copies(engine, self._copies.known)
 
-    def _follow(self, engine: BpfEngine, copy: Copy) -> None:
-        """Follow a copy of libibverbs; keep why if it cannot be."""
-        try:
-            engine.follow(copy)
-        except OSError as error:
+    def _follow_copies(self, engine: BpfEngine, keys: Iterable[tuple[int, int]]) -> None:
+        """Follow copies of libibverbs; keep why of those that cannot be."""
+        for copy, error in engine.follow(self._copies.known[key] for key in keys):
             self._copies.problems[copy.shown] = f"{error.strerror} ({error.filename})"
             self.counts.attach_failures += 1
         engine.correlator.library_speaks = engine.follows_libraries
@@ -260,10 +257,8 @@ class Service:
         engine = self._engine
         if engine is None or not self.settings.libraries or not self._copies.look_at(pid):
             return
-        for key in self._copies.known.keys() - before:
-            self._follow(engine, self._copies.known[key])
         engine.forget(self._copies.forget_unused())
-        engine.correlator.library_speaks = engine.follows_libraries
+        self._follow_copies(engine, self._copies.known.keys() - before)
         shown = [copy.shown for copy in self._copies.known.values()]
         self._tell(
             Notice(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
@@ -274,13 +274,13 @@ def test_a_new_copy_is_followed_and_copies_of_containers_that_are_gone_are_let_g
 def test_a_copy_that_cannot_be_followed_is_followed_nowhere(
     parts: Parts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(_engine: FakeEngine, _copy: Copy) -> None:
-        raise PermissionError(13, "Permission denied", "ibv_reg_mr")
+    def refuse(_engine: FakeEngine, copies: Iterable[Copy]) -> list[tuple[Copy, OSError]]:
+        return [(copy, PermissionError(13, "Permission denied", "ibv_reg_mr")) for copy in copies]
 
     monkeypatch.setattr(FakeEngine, "follow", refuse)
     copy = Copy((3, 4), "/x/libibverbs.so.1", -1, {"ibv_reg_mr": 16})
     parts.service._copies.known[copy.key] = copy
-    parts.service._follow(parts.engine, copy)
+    parts.service._follow_copies(parts.engine, [copy.key])
     (row,) = parts.service._how_followed()
     assert row["at"] == "nowhere" and row["why"] == "Permission denied (ibv_reg_mr)"
     assert parts.service.counts.attach_failures == 1 and not parts.engine.correlator.library_speaks

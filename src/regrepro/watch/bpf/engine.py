@@ -22,7 +22,7 @@ import struct
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -141,9 +141,10 @@ class BpfEngine:
         self._taken: deque[bytes] = deque()  # records that were not handed on yet
         self._last_ns = 0  # of the last record that was
         self._maps: dict[str, int] = {}
-        self._attached: list[Attached] = []
+        self._attached: dict[str, list[Attached]] = {}  # by name of the function
         self._refused: dict[str, str] = {}  # functions that could not be followed → their modules
         self._copies: dict[tuple[int, int], list[Attached]] = {}
+        self._verbs: dict[str, int] = {}  # numbers of their records
         self._symbols: dict[int, str] = {}
         self._symbols_read = float("-inf")
         self._forget_at = self.started + _FORGET_SECONDS
@@ -261,6 +262,7 @@ class BpfEngine:
         for group in (functions.inner, functions.drivers if self._account is None else []):
             for function in [item for item in group if item.module in gone]:
                 group.remove(function)
+                self._detach(self._attached.pop(function.name, []))
                 if function.name in self.by_kprobe:
                     self.by_kprobe.remove(function.name)
         for name in [name for name, module in self._refused.items() if module in gone]:
@@ -319,7 +321,7 @@ class BpfEngine:
     def _at_entry(self, loader: Loader, program: str, function: Function, cookie: int) -> None:
         if not self._by_trampoline(loader, f"fentry_{program}", function, cookie):
             made = loader.kprobe(f"kprobe_{program}", function.name, cookie, at_return=False)
-            self._attached.append(made)
+            self._keep(function, [made])
 
     def _at_return(
         self, loader: Loader, program: str, function: Function, cookie: int, *, keep: bool = False
@@ -336,7 +338,7 @@ class BpfEngine:
             for item in mine:
                 item.close()
             raise
-        self._attached += mine
+        self._keep(function, mine)
         self.by_kprobe.append(function.name)
 
     def _by_trampoline(self, loader: Loader, program: str, function: Function, cookie: int) -> bool:
@@ -344,28 +346,45 @@ class BpfEngine:
         if not self._trampolines:
             return False
         try:
-            self._attached.append(loader.trampoline(program, function.name, function.module, cookie))
+            made = loader.trampoline(program, function.name, function.module, cookie)
         except OSError:
             return False
+        self._keep(function, [made])
         return True
 
-    def follow(self, copy: Copy) -> None:
-        """Follow the verbs of a copy of libibverbs at entry and return.
+    def _keep(self, function: Function, made: list[Attached]) -> None:
+        self._attached.setdefault(function.name, []).extend(made)
 
-        Raises OSError, with what was attached of that copy taken away again.
+    def follow(self, copies: Iterable[Copy]) -> list[tuple[Copy, OSError]]:
+        """Follow the verbs of copies of libibverbs at entry and return.
+
+        Return those that cannot be, with why; nothing is attached of them then.
         """
-        mine = self._copies.setdefault(copy.key, [])
-        if mine:
-            return
+        new = [copy for copy in copies if copy.key not in self._copies]
+        if not new:
+            return []
         try:
-            with self._open_loader() as loader:
-                for verb, offset in copy.offsets.items():
-                    number = self._number(partial(self._library_failed, verb), _PARAMETERS)
-                    for program, at_return in (("library_return", True), ("library_entry", False)):
-                        mine.append(loader.uprobe(program, copy.path, offset, number, at_return=at_return))
-        except OSError:
-            self.forget([copy.key])
-            raise
+            loader = self._open_loader()
+        except OSError as error:
+            return [(copy, error) for copy in new]
+        refused = []
+        with loader:
+            for copy in new:
+                mine = self._copies[copy.key] = []
+                try:
+                    self._follow_verbs(loader, copy, mine)
+                except OSError as error:
+                    self.forget([copy.key])
+                    refused.append((copy, error))
+        return refused
+
+    def _follow_verbs(self, loader: Loader, copy: Copy, mine: list[Attached]) -> None:
+        for verb, offset in copy.offsets.items():
+            if verb not in self._verbs:
+                self._verbs[verb] = self._number(partial(self._library_failed, verb), _PARAMETERS)
+            number = self._verbs[verb]
+            for program, at_return in (("library_return", True), ("library_entry", False)):
+                mine.append(loader.uprobe(program, copy.path, offset, number, at_return=at_return))
 
     def forget(self, keys: Sequence[tuple[int, int]]) -> None:
         """Take the probes away of copies that are gone."""
@@ -380,20 +399,15 @@ class BpfEngine:
 
     # What watch asks of an engine
 
-    @property
-    def attached(self) -> bool:
-        """It follows all from the beginning."""
-        return not self.ended
+    def _every(self) -> Iterator[Attached]:
+        for group in (self._attached, self._copies):
+            for items in group.values():
+                yield from items
 
     @property
     def probes(self) -> int:
         """How many programs are attached."""
-        return len(self._attached) + sum(map(len, self._copies.values()))
-
-    @property
-    def last_line(self) -> float:
-        """When it gave a sign of life: always now, as there is nobody who could hang."""
-        return time.monotonic()
+        return sum(1 for _ in self._every())
 
     @property
     def lost(self) -> int:
@@ -421,7 +435,7 @@ class BpfEngine:
 
     def missed(self) -> int | None:
         """Return how many runs of its programs the kernel says it passed over; None where it does not say."""
-        for item in [*self._attached, *(item for items in self._copies.values() for item in items)]:
+        for item in self._every():
             self._count_missed(item)
         return sum(self._missed.values()) if self._missed else None
 
@@ -531,9 +545,9 @@ class BpfEngine:
             with suppress(OSError):
                 self._take_account()
         self.ended = True
-        for key in list(self._copies):
-            self.forget([key])
-        self._detach(self._attached)
+        self.forget(list(self._copies))
+        while self._attached:
+            self._detach(self._attached.popitem()[1])
         with suppress(OSError):
             while self._hand_on(1 << 64, lambda _ns: None) is False and self._fill():
                 pass

@@ -236,10 +236,10 @@ def test_all_is_followed_by_fexit_and_the_beginning_of_requests_last(kernel: Ker
         *(f"fexit_end_request {name}" for name in (MR, DMABUF)),
         *(f"fentry_begin_request {name}" for name in (MR, DMABUF)),
     ]
-    assert made.probes == 11 and made.by_kprobe == [] and made.attached and made.lost == 17
+    assert made.probes == 11 and made.by_kprobe == [] and not made.ended and made.lost == 17
     assert made.fds() == [kernel.fds["ring"]] and not made.follows_libraries
     made.stop()
-    assert kernel.closed == 1 and made.probes == 0 and not made.attached and made.fds() == []
+    assert kernel.closed == 1 and made.probes == 0 and made.ended and made.fds() == []
     assert made.lost == 17
     made.stop()
     assert made.take(LATER)
@@ -296,7 +296,7 @@ def test_a_kernel_that_takes_no_program_for_trampolines_gets_kprobes_alone(
     made = engine(told)
     assert kernel.targets == [""] and all("probe" in on for on in kernel.attached)
     assert {on.split()[0] for on in kernel.attached} >= {"kprobe_begin_request", "kretprobe_end_request"}
-    made.follow(copy())
+    assert made.follow([copy()]) == []
     assert kernel.targets == ["", ""]  # it is not tried again
     made.stop()
 
@@ -580,12 +580,12 @@ def test_while_there_is_more_to_take_nothing_is_forgotten_that_it_may_be_of(
 def test_runs_that_the_kernel_passed_over_are_counted_once_a_program(kernel: Kernel, told: Told) -> None:
     made = engine(told)
     assert made.missed() is None
-    programs = [item.program for item in made._attached]
+    programs = [item.program for items in made._attached.values() for item in items]
     kernel.missed.update({fd: (n, 10 + n) for n, fd in enumerate(programs[:3])})
     kernel.missed[programs[3]] = (2, 12)  # one program, attached twice
     assert made.missed() == 10 + 11 + 12
     one = copy()
-    made.follow(one)
+    made.follow([one])
     kernel.missed.update({item.program: (100, 5) for item in made._copies[one.key]})
     made.forget([one.key])
     kernel.missed.clear()
@@ -602,7 +602,7 @@ def test_a_ring_that_cannot_be_read_ends_it(kernel: Kernel, told: Told) -> None:
     kernel.take = refuse  # type: ignore[method-assign]
     kernel.writes = True
     assert made.take(LATER) is False
-    assert made.ended and not made.attached and "reading a ring" in made.why()
+    assert made.ended and "reading a ring" in made.why()
     made.stop()
     assert kernel.closed == 1
 
@@ -623,12 +623,16 @@ def test_verbs_are_followed_at_return_and_entry(kernel: Kernel, told: Told) -> N
     before, probes = descriptors(), made.probes
     assert not made.follows(one)
     for _ in range(2):
-        made.follow(one)
+        assert made.follow([one]) == []
         assert kernel.attached == [f"library_return {one.path}:256", f"library_entry {one.path}:256"]
     assert made.follows(one) and made.follows_libraries and made.probes == probes + 2
     assert kernel.shared == list(SHARED)
-    made.follow(other)
-    assert len(kernel.attached) == 8 and made.probes == probes + 8
+    numbers = len(made._told)
+    third = copy((5, 6))
+    assert made.follow([one, other, third]) == []  # one loader for both that are new
+    assert len(kernel.attached) == 14 and made.probes == probes + 14 and len(kernel.targets) == 3
+    assert len(made._told) == numbers + 2  # a verb has one number, in however many copies it is
+    made.forget([third.key])
     made.forget([(9, 9), other.key])
     assert made.follows_libraries and made.probes == probes + 2
     made.forget([one.key])
@@ -643,11 +647,17 @@ def test_a_copy_that_cannot_be_followed_whole_is_not_followed(kernel: Kernel, to
         kernel.refuse = lambda on, r=refused: (  # type: ignore[misc]
             errno.EACCES if on.startswith(r) and on.endswith(":256") else 0
         )
-        with pytest.raises(OSError, match="denied"):
-            made.follow(copy())
+        one, other = copy(), copy((3, 4))
+        del other.offsets["ibv_reg_dmabuf_mr"]
+        ((left, error),) = made.follow([one, other])
+        assert left is one and error.errno == errno.EACCES and "denied" in str(error)
+        assert made.follows(other) and not made.follows(one)
+        made.forget([other.key])
         assert descriptors() == before and not made.follows_libraries
+    kernel.refuse = lambda on: errno.EMFILE if on == "loader" else 0
+    assert [error.errno for _, error in made.follow([copy(), copy((3, 4))])] == [errno.EMFILE] * 2
     kernel.refuse = lambda _on: 0
-    made.follow(copy())
+    assert made.follow([copy()]) == []
     assert made.follows_libraries
     made.stop()
 
@@ -664,7 +674,7 @@ def test_a_verb_that_gave_null_is_the_librarys_word(
     kernel: Kernel, told: Told, verb: str, parameters: tuple[int, ...], given: tuple[int, ...]
 ) -> None:
     made = engine(told)
-    made.follow(copy())
+    made.follow([copy()])
     feed(kernel, number_of(made, "_library_failed", verb), *parameters)
     made.take(LATER)
     (failure,) = told.complete
@@ -705,11 +715,13 @@ def test_functions_of_a_module_that_is_loaded_again_are_followed_again(kernel: K
     assert set(made.by_kprobe) == set(names) and made.follow_new(functions, found) == []
     made.forget_modules(functions, {"ib_ipoib"})
     assert set(made.by_kprobe) == set(names) and made.follow_new(functions, found) == []
+    probes, before = made.probes, descriptors()
     made.forget_modules(functions, {"rdma_rxe", "mlx5_core"})
+    assert made.probes == probes - 2 and len(descriptors()) == len(before) - 4
     assert not made.by_kprobe and not functions.drivers and len(functions.inner) == 2
     kernel.attached.clear()
     assert set(made.follow_new(functions, found)) == set(names) == set(made.by_kprobe)
-    assert set(kernel.attached) == {f"kretprobe_failed {name}" for name in names}
+    assert set(kernel.attached) == {f"kretprobe_failed {name}" for name in names} and made.probes == probes
     made.stop()
 
 
