@@ -53,6 +53,7 @@ struct answer {
 };
 
 static struct answer answer;
+static struct btf *kernel_types; /* some megabytes, read once */
 
 /* The end of what libbpf says is kept: there the verifier says what it does not like. */
 static int keep_words(enum libbpf_print_level level, const char *format, va_list arguments)
@@ -168,20 +169,23 @@ static int open_types(const char *module)
 /* Find the function in the kernel's types or in its module's: what the kernel wants to know to attach there. */
 static int find_function(const struct request *request, struct bpf_prog_load_opts *load)
 {
-	struct btf *kernel = btf__load_vmlinux_btf(), *module = NULL;
-	int ret = -errno, types = 0;
+	struct btf *module = NULL;
+	int ret, types = 0;
 
-	if (!kernel)
-		return ret;
+	if (!kernel_types) {
+		kernel_types = btf__load_vmlinux_btf();
+		if (!kernel_types)
+			return -errno;
+	}
 	if (request->module[0]) {
 		types = open_types(request->module);
 		ret = types < 0 ? types : -ENOENT;
 		if (types >= 0)
-			module = btf__load_module_btf(request->module, kernel);
+			module = btf__load_module_btf(request->module, kernel_types);
 		if (!module)
 			goto out;
 	}
-	ret = btf__find_by_name_kind(module ? module : kernel, request->text, BTF_KIND_FUNC);
+	ret = btf__find_by_name_kind(module ? module : kernel_types, request->text, BTF_KIND_FUNC);
 	if (ret > 0) {
 		load->attach_btf_id = (uint32_t)ret;
 		load->attach_btf_obj_fd = (uint32_t)types;
@@ -192,7 +196,6 @@ out:
 	if (types > 0)
 		close(types);
 	btf__free(module);
-	btf__free(kernel);
 	return ret;
 }
 
@@ -325,5 +328,6 @@ int main(void)
 	}
 	if (object)
 		bpf_object__close(object);
+	btf__free(kernel_types);
 	return got < 0;
 }

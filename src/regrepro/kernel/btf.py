@@ -20,7 +20,7 @@ BTF_PATH = Path("/sys/kernel/btf/vmlinux")
 
 _MAGIC = 0xEB9F
 _ARRAY, _STRUCT, _UNION, _ENUM, _TYPEDEF, _VOLATILE, _CONST, _ENUM64 = 3, 4, 5, 6, 8, 9, 10, 19
-_FUNC, _FUNC_PROTO, _TYPE_TAG = 12, 13, 18
+_TYPE_TAG = 18
 
 
 class BtfError(Exception):
@@ -38,13 +38,6 @@ class Member(NamedTuple):
     def offset(self) -> int:
         """Offset in bytes."""
         return self.bit_offset // 8
-
-
-class Signature(NamedTuple):
-    """A function: its type's id, by which programs of bpf(2) are attached to it, and names of parameters."""
-
-    type_id: int
-    parameters: tuple[str, ...]
 
 
 def _sections(blob: bytes) -> tuple[int, int, int, int]:
@@ -209,20 +202,6 @@ class Btf:
         if at is None or self._header(at)[0] != _ARRAY:
             return None
         return int(struct.unpack_from("=I", self._blob, at + 20)[0])
-
-    def function(self, name: str) -> Signature | None:
-        """Return a function's signature."""
-        at = self._find(_FUNC, name)
-        if at is None:
-            return None
-        proto = self._at(self._header(at)[3])
-        kind, vlen, _, _ = self._header(proto)
-        if kind != _FUNC_PROTO:
-            raise BtfError(f"BTF has a function {name} without parameters")
-        names = (struct.unpack_from("=II", self._blob, proto + 12 + 8 * i)[0] for i in range(vlen))
-        assert self._index is not None
-        type_id = int(np.searchsorted(self._index, at - self._types)) + 1
-        return Signature(type_id, tuple(self._name(offset) for offset in names))
 
     def enum(self, name: str) -> dict[str, int] | None:
         """Return the values of a named enum by name, in order. Names may share a value."""

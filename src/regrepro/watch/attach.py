@@ -17,7 +17,6 @@ from regrepro.watch.correlate import Correlator
 from regrepro.watch.functions import (
     KALLSYMS,
     MODULES,
-    BtfFunctions,
     Functions,
     find_functions,
     loaded_modules,
@@ -28,7 +27,7 @@ from regrepro.watch.watch_settings import PINS, WatchSettings
 
 ENGINE = "bpf"  # the name of what follows the kernel, in records
 _HERE = Path(__file__).parents[1] / "_bpf"
-BTF = Path("/sys/kernel/btf/vmlinux")
+BTF_DIRECTORY = Path("/sys/kernel/btf")
 FILES = _HERE / "follow", _HERE / "registrations.bpf.o"
 
 
@@ -66,8 +65,7 @@ class FollowedKernel:
     def read(cls) -> FollowedKernel:
         """Read what this kernel has. Raises EnvironmentProblem where there is nothing to follow."""
         modules = loaded_modules()
-        btf = BtfFunctions()
-        found = find_functions(btf, KALLSYMS.read_bytes(), dict.fromkeys(modules, True))
+        found = find_functions(KALLSYMS.read_bytes(), dict.fromkeys(modules, True))
         functions = without_coming(found, modules)
         if not functions.entries:
             raise EnvironmentProblem(
@@ -76,10 +74,12 @@ class FollowedKernel:
                 hint="modprobe ib_uverbs; sysctl kernel.kptr_restrict must not be 2",
             )
         request = None
-        with suppress(BtfError):
-            bundle = btf.of_module(functions.entries[0].module)
-            if bundle is not None:
-                request = request_offsets(bundle)
+        with suppress(OSError, BtfError):
+            kernel = (BTF_DIRECTORY / "vmlinux").read_bytes()
+            functions.reasons = pin_reasons(Btf(kernel))
+            module = functions.entries[0].module
+            of_module = (BTF_DIRECTORY / module).read_bytes() if module else b""
+            request = request_offsets(Btf.joined(kernel, of_module) if of_module else Btf(kernel))
         return cls(functions, trace_flags.of_running_kernel(), request, modules)
 
     def start_engine(
@@ -92,10 +92,10 @@ class FollowedKernel:
                 why=f"there is no {FILES[1]}",
                 hint="install the wheel; in a checkout, scripts/test builds them",
             )
-        if not BTF.exists():
+        if not (BTF_DIRECTORY / "vmlinux").exists():
             raise EnvironmentProblem(
                 "this kernel does not describe its types, which watch's BPF programs need",
-                why=f"there is no {BTF} (CONFIG_DEBUG_INFO_BTF)",
+                why=f"there is no {BTF_DIRECTORY}/vmlinux (CONFIG_DEBUG_INFO_BTF)",
                 hint="`regrepro run` and `regrepro explain` do without",
             )
         try:
@@ -125,9 +125,19 @@ class FollowedKernel:
             engine.forget_modules(self.functions, gone)
         if not new:
             return [], []
-        found = find_functions(BtfFunctions(), KALLSYMS.read_bytes(), dict.fromkeys(loaded, True))
+        found = find_functions(KALLSYMS.read_bytes(), dict.fromkeys(loaded, True))
         without_coming(found, loaded)
         return sorted(new), engine.follow_new(self.functions, found)
+
+
+# enum migrate_reason, include/linux/migrate_mode.h since 5.17; MR_LONGTERM_PIN since 5.13.
+_REASONS = {"MR_CONTIG_RANGE": "contig_range", "MR_LONGTERM_PIN": "longterm_pin"}
+
+
+def pin_reasons(btf: Btf) -> dict[int, str]:
+    """Return the numbers of the reasons for which pages are moved out of a pin's way, and their names."""
+    values = btf.enum("migrate_reason") or {}
+    return {values[key]: name for key, name in _REASONS.items() if key in values}
 
 
 def request_offsets(btf: Btf) -> RequestOffsets | None:

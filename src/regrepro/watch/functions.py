@@ -1,4 +1,4 @@
-"""Kernel functions to follow: which of them this kernel has. Sources: /proc/kallsyms, /sys/kernel/btf."""
+"""Kernel functions to follow: which of them this kernel has (/proc/kallsyms)."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from regrepro.kernel.btf import Btf, BtfError
 from regrepro.kernel.trace_probes import DRIVERS, Returns
 
 KALLSYMS = Path("/proc/kallsyms")
-BTF_DIRECTORY = Path("/sys/kernel/btf")
 
 # Where a request of a program enters: int (*)(struct uverbs_attr_bundle *), drivers/infiniband/core.
 ENTRIES = (
@@ -105,41 +103,6 @@ def read_symbols(text: bytes, names: Iterable[str]) -> dict[str, str]:
     return found
 
 
-class BtfFunctions:
-    """Types of the kernel and of its modules, as far as it has them."""
-
-    def __init__(self, directory: Path = BTF_DIRECTORY) -> None:
-        self._directory = directory
-        self._blob = b""
-        self.kernel: Btf | None = None
-        """The kernel's own types; None where it has none."""
-        self._last: tuple[str, Btf | None] = "", None  # of a module: they are large
-        try:
-            self._blob = (directory / "vmlinux").read_bytes()
-            self.kernel = Btf(self._blob)
-        except (OSError, BtfError):
-            self.kernel = None
-
-    def of_module(self, module: str) -> Btf | None:
-        """Return a module's types with the kernel's ("": the kernel's alone); None where there are none."""
-        if not module or self.kernel is None:
-            return self.kernel
-        if self._last[0] != module:
-            try:
-                joined = Btf.joined(self._blob, (self._directory / module).read_bytes())
-            except (OSError, BtfError):
-                joined = None
-            self._last = module, joined
-        return self._last[1]
-
-    def enum(self, name: str) -> dict[str, int]:
-        """Return the values of an enum of the kernel, empty where there is none."""
-        try:
-            return (self.kernel.enum(name) if self.kernel is not None else None) or {}
-        except BtfError:
-            return {}
-
-
 def loaded_modules(directory: Path = Path("/sys/module")) -> frozenset[str]:
     """Return the modules that are loaded, or have parameters though they are built in; not those that are
     only coming, of which the kernel lets nobody follow a function yet.
@@ -155,11 +118,7 @@ def loaded_modules(directory: Path = Path("/sys/module")) -> frozenset[str]:
     return frozenset(found)
 
 
-# enum migrate_reason, include/linux/migrate_mode.h since 5.17; MR_LONGTERM_PIN since 5.13.
-_REASONS = {"MR_CONTIG_RANGE": "contig_range", "MR_LONGTERM_PIN": "longterm_pin"}
-
-
-def find_functions(btf: BtfFunctions, kallsyms: bytes, modules: Mapping[str, bool]) -> Functions:
+def find_functions(kallsyms: bytes, modules: Mapping[str, bool]) -> Functions:
     """Look up what this kernel has. `modules`: names of the loaded ones (or built in), by `name: True`."""
     drivers = [(name, point.module) for point in DRIVERS for name in point.names]
     plain = ("pin_user_pages", "pin_user_pages_remote")
@@ -196,8 +155,6 @@ def find_functions(btf: BtfFunctions, kallsyms: bytes, modules: Mapping[str, boo
         found.missing[MIGRATE] = "this kernel has no function migrate_pages to be seen"
     if not found.drivers:
         found.missing["reg_user_mr"] = "no RDMA driver that is known here is loaded"
-    values = btf.enum("migrate_reason")
-    found.reasons = {values[key]: name for key, name in _REASONS.items() if key in values}
     return found
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-# Of the maps that request_programs.py counts in: number of the function, path, process, "", its name; of
+# Of the maps that registrations.bpf.c counts in: number of the function, path, process, "", its name; of
 # sizes number, path, power of two.
 KEY, SIZE_KEY, NO_SIZE = struct.Struct("=IIII16s"), struct.Struct("=IHH"), 64
 
@@ -34,34 +34,13 @@ class Account:
     changed: bool = False
     uncounted: int = 0  # that the kernel had no room to count
 
-    def take(self, maps: dict[str, Any], names: list[str]) -> None:
-        """Add what the program has counted since the last time: the data of a `map` or `hist` line."""
-        for name, values in maps.items():
-            if not isinstance(values, dict):
-                continue
-            for key, value in values.items():
-                parts = key.split(",", 3)
-                try:
-                    function, path = names[int(parts[0])], PATHS[int(parts[1])]
-                    if name == "@sizes":
-                        self._add_sizes((function, path), value)
-                        continue
-                    row = self._row(function, path, int(parts[2]), parts[3])
-                    if name == "@count":
-                        row.count += int(value)
-                    elif name == "@bytes":
-                        row.bytes += int(value)
-                    self.changed = True
-                except (ValueError, IndexError, KeyError, TypeError):
-                    continue
-
     def take_counted(
         self,
         rows: Mapping[bytes, tuple[int, int]],
         sizes: Mapping[bytes, int],
         names: Sequence[str],
     ) -> None:
-        """Add what programs of our own have counted since the last time: counts and bytes, and sizes."""
+        """Add what the programs have counted since the last time: counts and bytes, and sizes."""
         for key, (count, size) in rows.items():
             number, path, pid, _, comm = KEY.unpack(key)
             name = comm.partition(b"\0")[0].decode("utf-8", "replace")
@@ -80,12 +59,6 @@ class Account:
         if key not in self.rows and len(self.rows) >= _ROWS:
             key = function, path, *_OTHERS
         return self.rows.setdefault(key, _Row())
-
-    def _add_sizes(self, key: tuple[str, str], buckets: Any) -> None:
-        kept = self.sizes.setdefault(key, {})
-        for bucket in buckets if isinstance(buckets, list) else []:
-            low = int(bucket.get("min", 0))
-            kept[low] = kept.get(low, 0) + int(bucket.get("count", 0))
 
     def totals(self) -> dict[tuple[str, str], tuple[int, int]]:
         """Return (path, driver) → (count, bytes), of all processes together."""

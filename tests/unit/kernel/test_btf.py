@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_fakes import FUNC, BtfWriter
+from kernel_fakes import BtfWriter
 
 from regrepro.kernel.btf import BTF_PATH, Btf, BtfError
 
@@ -79,33 +79,6 @@ def test_a_modules_types_go_on_where_the_kernels_end() -> None:
             Btf.joined(base, module[:cut])
 
 
-def test_functions_have_the_id_of_their_type_and_the_names_of_their_parameters() -> None:
-    writer = BtfWriter()
-    long = writer.integer("long", 8)
-    writer.record("pin", 8, [("a", long, 0)])  # of the same name, but no function
-    pin = writer.function("pin", {"start": long, "pages": long, "": long}, long)
-    nothing = writer.function("nothing", {})
-    base = writer.blob()
-    marks = writer.marks()
-    registered = writer.function("registered", {"pd": long, "start": long})
-    both = Btf.joined(base, writer.blob(*marks))
-    for btf in (Btf(base), both):
-        assert btf.function("pin") == (pin, ("start", "pages", ""))
-        assert btf.function("nothing") == (nothing, ())
-        assert btf.function("long") is None
-    assert both.function("registered") == (registered, ("pd", "start"))
-    assert Btf(base).function("registered") is None
-
-
-def test_a_function_without_a_prototype_is_damage() -> None:
-    writer = BtfWriter()
-    writer._type("one", FUNC, 1, writer.integer("long", 8))
-    writer._type("none", FUNC, 1, 77)
-    for name in ("one", "none"):
-        with pytest.raises(BtfError):
-            Btf(writer.blob()).function(name)
-
-
 def test_an_unknown_kind_is_said(btf: Btf) -> None:
     writer = BtfWriter()
     writer._type("future", 31, 0, 0)
@@ -136,7 +109,6 @@ def test_damage_never_crashes(cut: int, change: bytes) -> None:
             found.size("s")
             found.offset("s", "a", "b")
             found.enum("e")
-            found.function("f")
         except (BtfError, struct.error, ValueError):
             pass
 
@@ -149,6 +121,4 @@ def test_the_running_kernel() -> None:
     assert btf.offset("page", "_refcount") is not None
     types = btf.enum("migratetype")
     assert types is not None and types["MIGRATE_UNMOVABLE"] == 0 and "MIGRATE_TYPES" in types
-    pin = btf.function("pin_user_pages_fast")
-    assert pin is None or (pin.type_id > 0 and pin.parameters[0] == "start")
     assert Path(BTF_PATH).stat().st_size > 0

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kernel_fakes import BtfWriter
-
 from regrepro.kernel.trace_probes import Returns
 from regrepro.watch.functions import (
-    BtfFunctions,
     Function,
     Functions,
     find_functions,
@@ -28,31 +25,9 @@ def test_symbols_are_found_with_their_module_and_only_if_they_are_one() -> None:
     assert read_symbols(text, names) == {"pin_user_pages": "", "ib_uverbs_reg_mr": "ib_uverbs"}
 
 
-def test_the_types_of_a_module_are_joined_with_the_kernels(tmp_path: Path) -> None:
-    writer = BtfWriter()
-    long = writer.integer("long", 8)
-    (tmp_path / "vmlinux").write_bytes(writer.blob())
-    types, strings = writer.marks()
-    split = BtfWriter()
-    split._types, split._strings, split._count = writer._types, writer._strings, writer._count
-    split.function("ib_uverbs_reg_mr", {"attrs": long})
-    (tmp_path / "ib_uverbs").write_bytes(split.blob(types, strings))
-    (tmp_path / "damaged").write_bytes(b"none")
-    btf = BtfFunctions(tmp_path)
-    for _ in range(2):
-        joined = btf.of_module("ib_uverbs")
-        assert joined is not None and joined.function("ib_uverbs_reg_mr") is not None
-    assert btf.of_module("") is btf.kernel is not None
-    assert btf.of_module("damaged") is None and btf.of_module("missing") is None
-    empty = BtfFunctions(tmp_path / "nowhere")
-    assert (
-        empty.kernel is None and empty.of_module("ib_uverbs") is None and empty.enum("migrate_reason") == {}
-    )
-
-
-def test_functions_are_those_that_the_kernel_has(tmp_path: Path) -> None:
+def test_functions_are_those_that_the_kernel_has() -> None:
     text = b"".join(b"0 T " + name + b"\n" for name in (b"pin_user_pages", b"migrate_pages", b"dma_buf_get"))
-    found = find_functions(BtfFunctions(tmp_path), text, {})
+    found = find_functions(text, {})
     assert found.pins == [Function("pin_user_pages", "", Returns.LONG)] == found.plain_pins
     assert found.migrate == Function("migrate_pages", "")
     assert found.inner == [Function("dma_buf_get", "", Returns.POINTER)]
