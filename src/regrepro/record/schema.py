@@ -38,14 +38,9 @@ _TABLES: dict[str, tuple[type[Any], ...]] = {
 }
 
 
-_HINTS: dict[type[Any], dict[str, Any]] = {}
-
-
 def hints(cls: type[Any]) -> dict[str, Any]:
     """Return the types of a class' keys by name."""
-    if cls not in _HINTS:
-        _HINTS[cls] = get_type_hints(cls, include_extras=True)
-    return _HINTS[cls]
+    return get_type_hints(cls, include_extras=True)
 
 
 def _any_of(parts: list[dict[str, Any]]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from regrepro.kernel import leftovers
 from regrepro.kernel.node import node_facts
-from regrepro.record import SCHEMA, Record
+from regrepro.record import SCHEMA, Record, encode
 from regrepro.watch import sinks
 from regrepro.watch.attach import ENGINE, FollowedKernel, require_rights
 from regrepro.watch.bpf.engine import BpfEngine
@@ -367,7 +367,7 @@ class Service:
             ("run-end", {"outcome": "finished"}),
         ]
         made = [{"seq": seq, "t": 0.0, "event": kind, **keys} for seq, (kind, keys) in enumerate(events)]
-        plain = json.loads(json.dumps(made, default=_plain))
+        plain = json.loads(encode(made))
         verdicts = judge.judge_record(Record(dict(self._directories.made_header), plain))["verdicts"]
         return verdicts[0] if verdicts else {}
 
@@ -489,12 +489,6 @@ class Service:
         )
         missing = "; ".join(f"{name}: {why}" for name, why in functions.missing.items())
         return f"{text}; not seen: {missing}" if missing else text
-
-
-def _plain(value: Any) -> Any:
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    raise TypeError(type(value).__name__)
 
 
 def _stand_ins() -> list[dict[str, str]]:
