@@ -10,17 +10,16 @@ pins must be of the same kind.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from regrepro.compare.facts import Difference, differences
 from regrepro.errors import EXIT_DECIDED, EXIT_REPRODUCED, EXIT_UNDECIDED
 from regrepro.judge import questions
 from regrepro.judge.questions import ASIDE, SILENT, UNDECIDED, Standing, standing
+from regrepro.views.words import key_of
 
 SCHEMA = "regrepro.comparison/1"
-
-DIRECTIONS = ("better", "worse", "same", "cannot-tell")
 
 _MEANING = {
     EXIT_DECIDED: "the same as before, or better",
@@ -104,7 +103,7 @@ class Comparison:
         """Return plain JSON values, schema `regrepro.comparison/1`."""
         return {
             "schema": SCHEMA,
-            "facts": [_fact(fact) for fact in self.facts],
+            "facts": [asdict(fact) for fact in self.facts],
             "changes": [
                 {
                     "scenario": change.scenario,
@@ -115,7 +114,7 @@ class Comparison:
                     "reason": change.reason,
                     "before": _short(change.before),
                     "after": _short(change.after),
-                    "goes_with": [_fact(fact) for fact in change.goes_with],
+                    "goes_with": [asdict(fact) for fact in change.goes_with],
                 }
                 for change in self.changes
             ],
@@ -164,10 +163,7 @@ def exit_code(comparison: Comparison) -> int:
 
 
 def _by_name(verdicts: Mapping[str, Any]) -> dict[tuple[str, str], Mapping[str, Any]]:
-    return {
-        (str(item.get("scenario")), str(item.get("variant", "default"))): item
-        for item in verdicts.get("verdicts", [])
-    }
+    return {key_of(item): item for item in verdicts.get("verdicts", [])}
 
 
 def ground(item: Mapping[str, Any]) -> str:
@@ -316,10 +312,6 @@ def _goes_with(causes: Sequence[Difference]) -> str:
     if len(topics) == 1:
         return f"it goes with the only change, {words}"
     return f"several things changed together, any of them can be the cause: {words}"
-
-
-def _fact(fact: Difference) -> dict[str, Any]:
-    return {"fact": fact.fact, "topic": fact.topic, "before": fact.before, "after": fact.after}
 
 
 def _short(item: Mapping[str, Any] | None) -> dict[str, Any] | None:

@@ -28,12 +28,9 @@ def _lines(verdicts: Mapping[str, Any], expect_declared: bool) -> Iterator[str]:
     skipped = 0
     for number, item in enumerate(items, start=1):
         passed = _passed(item, expect_declared)
-        name = f"{item.get('scenario')}"
-        if item.get("variant") not in (None, "default"):
-            name += f" ({item['variant']})"
         skipped += passed is None
         skip = f" # SKIP {_line(item.get('reason'))}" if passed is None else ""
-        yield f"{'not ok' if passed is False else 'ok'} {number} - {_name(name)}{skip}"
+        yield f"{'not ok' if passed is False else 'ok'} {number} - {_name(words.name_of(item))}{skip}"
         yield from _details(item)
     if skipped and skipped == len(items):
         yield "Bail out! nothing was decided"
