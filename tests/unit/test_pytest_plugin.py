@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import record_builder as build
+from run_builder import write
 
 from regrepro import runner
 from regrepro.pytest_plugin import is_scenario_file
 from regrepro.scenario import NEEDS
-from unit.report.test_report import write
 
 pytest_plugins = ["pytester"]
 

@@ -12,13 +12,13 @@ import pytest
 import record_builder as build
 from click.testing import CliRunner
 from record_builder import Record
+from run_builder import write
 
 from regrepro import cli
 from regrepro.errors import UsageError
 from regrepro.judge import QUESTIONS, answer, judge_record
 from regrepro.judge.questions import OPTIONAL_NEEDS, check_terms, declared_answer, standing
 from regrepro.scenario import NEEDS
-from unit.report.test_report import write
 
 SCHEMA = json.loads((Path(cli.__file__).parent / "schema/verdicts-1.json").read_text(encoding="utf-8"))
 

@@ -8,13 +8,13 @@ import pytest
 import record_builder as build
 from click.testing import CliRunner
 from record_builder import Record
+from run_builder import write
 
 from regrepro import cli
 from regrepro.errors import UsageError
 from regrepro.judge import answer, judge_record
 from regrepro.judge.questions import check_declared, not_shown
 from unit.judge.test_questions import fixed
-from unit.report.test_report import write
 
 
 def code(record: Record, need: str, question: str = "reproduce") -> int:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import record_builder as build
 from click.testing import CliRunner
+from run_builder import write
 
 from regrepro import judge
 from regrepro.errors import UsageError
@@ -31,16 +32,6 @@ RECORDS = {
     "placement": build.placement_record,
     "no-pin": build.no_pin_record,
 }
-
-
-def write(directory: Path, record: Any, *, verdicts: bool = True) -> Path:
-    """Write a run directory as `run` does."""
-    directory.mkdir(parents=True, exist_ok=True)
-    lines = [record.header, *record.events]
-    (directory / "record.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    if verdicts:
-        (directory / "verdicts.json").write_text(json.dumps(judge.judge_record(record)))
-    return directory
 
 
 def in_lab(record: Any) -> Any:
