@@ -50,7 +50,7 @@ def exportable(record: Record) -> list[str]:
             _Program(one, record).text()
         except NotExportable:
             continue
-        names.append(name_of(vars(one)))
+        names.append(name_of(one.events[0]))
     return names
 
 
@@ -59,7 +59,7 @@ def render(record: Record, scenario: str | None = None) -> str:
 
     `scenario` may be left out where the record holds just one that can be exported.
     """
-    own = {name_of(vars(one)): one for one in passes(record.events) if one.control is None}
+    own = {name_of(one.events[0]): one for one in passes(record.events) if one.control is None}
     if scenario is None:
         if len(own) == 1:
             scenario = next(iter(own))
@@ -71,7 +71,7 @@ def render(record: Record, scenario: str | None = None) -> str:
                     hint=f"name one: --scenario {' or '.join(names)}" if names else "run pin_then_register",
                 )
             scenario = names[0]
-    chosen = [one for one in own.values() if scenario in names_of(vars(one))]
+    chosen = [one for one in own.values() if scenario in names_of(one.events[0])]
     if len(chosen) != 1:
         raise UsageError(
             f"the run holds no scenario {scenario!r}", hint=f"it holds {', '.join(own) or 'none'}"
