@@ -10,19 +10,17 @@ pins must be of the same kind.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from regrepro.compare.facts import Difference, differences
 from regrepro.errors import EXIT_DECIDED, EXIT_REPRODUCED, EXIT_UNDECIDED
 from regrepro.judge import questions
-from regrepro.judge.names import names_of
+from regrepro.judge.names import name_of, names_of
 from regrepro.judge.questions import ASIDE, SILENT, UNDECIDED, Standing, standing
-from regrepro.record import part_of
+from regrepro.record import key_of
 
 SCHEMA = "regrepro.comparison/1"
-
-DIRECTIONS = ("better", "worse", "same", "cannot-tell")
 
 _MEANING = {
     EXIT_DECIDED: "the same as before, or better",
@@ -87,7 +85,11 @@ class Comparison:
         """The answer in words, with the scenarios that it rests on."""
         code = exit_code(self)
         kind = {EXIT_REPRODUCED: ("worse",), EXIT_UNDECIDED: ("cannot-tell",)}.get(code, ("better", "same"))
-        names = [change.scenario for change in self.changes if change.counts and change.direction in kind]
+        names = [
+            name_of(change.after or change.before or {})
+            for change in self.changes
+            if change.counts and change.direction in kind
+        ]
         if code == EXIT_UNDECIDED and self.lacks:
             return f"{_MEANING[code]}: {'; '.join(self.lacks)}"
         if not names:
@@ -106,7 +108,7 @@ class Comparison:
         """Return plain JSON values, schema `regrepro.comparison/1`."""
         return {
             "schema": SCHEMA,
-            "facts": [_fact(fact) for fact in self.facts],
+            "facts": [asdict(fact) for fact in self.facts],
             "changes": [
                 {
                     "scenario": change.scenario,
@@ -117,7 +119,7 @@ class Comparison:
                     "reason": change.reason,
                     "before": _short(change.before),
                     "after": _short(change.after),
-                    "goes_with": [_fact(fact) for fact in change.goes_with],
+                    "goes_with": [asdict(fact) for fact in change.goes_with],
                 }
                 for change in self.changes
             ],
@@ -165,11 +167,9 @@ def exit_code(comparison: Comparison) -> int:
     return EXIT_DECIDED
 
 
-def _by_name(verdicts: Mapping[str, Any]) -> dict[tuple[str, str], Mapping[str, Any]]:
-    """Return verdicts by the last of their names, which a variant shares with a scenario that was one, and by
-    the failure that `watch` caught.
-    """
-    return {(names_of(item)[-1], str(item.get("failure", ""))): item for item in verdicts.get("verdicts", [])}
+def _by_name(verdicts: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Return verdicts by the last of their names, which a variant shares with a scenario that was one."""
+    return {names_of(item)[-1]: item for item in verdicts.get("verdicts", [])}
 
 
 def _labels(item: Mapping[str, Any]) -> dict[str, Any]:
@@ -195,7 +195,7 @@ def _change(
     asked: _Asked,
 ) -> Change:
     item = after or before or {}
-    scenario, part = str(item.get("scenario")), part_of(item)
+    scenario, part = key_of(item)
 
     def make(
         direction: str,
@@ -322,10 +322,6 @@ def _goes_with(causes: Sequence[Difference]) -> str:
     if len(topics) == 1:
         return f"it goes with the only change, {words}"
     return f"several things changed together, any of them can be the cause: {words}"
-
-
-def _fact(fact: Difference) -> dict[str, Any]:
-    return {"fact": fact.fact, "topic": fact.topic, "before": fact.before, "after": fact.after}
 
 
 def _short(item: Mapping[str, Any] | None) -> dict[str, Any] | None:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from regrepro.views import words
+
 # Boot arguments that say nothing of the machine: the lab's own, and what a boot loader writes anew each time.
 _NOISE = (
     "virtme",
@@ -57,7 +59,7 @@ class Difference:
 
     def sentence(self) -> str:
         """Return `fact: before → after` for a person."""
-        return f"{self.fact}: {_words(self.before)} → {_words(self.after)}"
+        return f"{self.fact}: {words.fact(self.before)} → {words.fact(self.after)}"
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Difference]:
@@ -94,8 +96,7 @@ def _at(header: Mapping[str, Any], path: str) -> Any:
 
 def _pairs(before: Any, after: Any) -> list[tuple[str, Any, Any]]:
     """Return (key, before, after) of two mappings where they differ; a value that is no mapping is empty."""
-    one = before if isinstance(before, Mapping) else {}
-    other = after if isinstance(after, Mapping) else {}
+    one, other = words.mapping_of(before), words.mapping_of(after)
     return [
         (str(key), one.get(key), other.get(key))
         for key in sorted({*one, *other}, key=str)
@@ -127,11 +128,3 @@ def _arguments(header: Mapping[str, Any]) -> set[str] | None:
         for word in line.split()
         if word not in _NOISE and not any(word.startswith(noise) for noise in _NOISE if len(noise) > 2)
     }
-
-
-def _words(value: Any) -> str:
-    if value is None:
-        return "not known"
-    if isinstance(value, list):
-        return " ".join(str(item) for item in value) or "nothing"
-    return str(value)

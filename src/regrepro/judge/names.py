@@ -1,4 +1,4 @@
-"""What a verdict, or an event, is called by: its scenario and the scenario's variant."""
+"""What a verdict, or an event, is called by: its scenario, and the variant or the caught failure."""
 
 from __future__ import annotations
 
@@ -19,15 +19,14 @@ def parsed(name: str) -> tuple[str, str]:
 
 
 def name_of(item: Mapping[str, Any]) -> str:
-    """Return what a verdict or an event is called."""
-    return called(str(item.get("scenario")), str(item.get("variant") or "default"))
+    """Return what a person reads for a verdict or an event: `file[memfd]`, `watch (failure-1)`."""
+    name = called(str(item.get("scenario")), str(item.get("variant") or "default"))
+    return f"{name} ({item['failure']})" if item.get("failure") else name
 
 
 def names_of(item: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return every name that means it in a command: `file`, `file[memfd]`, `file_memfd`."""
+    """Return every name that means it in a command, its own last: `file`, `file[memfd]`, `file_memfd`."""
     scenario, variant = parsed(name_of(item))
-    return (
-        (scenario,)
-        if variant == "default"
-        else (scenario, called(scenario, variant), f"{scenario}_{variant}")
-    )
+    if variant != "default":
+        return scenario, called(scenario, variant), f"{scenario}_{variant}"
+    return tuple(dict.fromkeys((str(item.get("scenario")), scenario)))

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 from regrepro.errors import EnvironmentProblem
+from regrepro.lab.archive import write_atomically
 
 PROBE_SECONDS = 8.0
 _DEVICE = "/dev/kvm"
@@ -49,9 +50,7 @@ def remember(file: Path, works: bool, why: str) -> None:
     """Keep the answer for this boot of the host."""
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        partial = file.with_name(f".{file.name}.{os.getpid()}")
-        partial.write_text(json.dumps({"boot_id": boot_id(), "kvm": works, "why": why}), encoding="utf-8")
-        partial.replace(file)
+        write_atomically(file, json.dumps({"boot_id": boot_id(), "kvm": works, "why": why}))
 
 
 def require_kvm() -> None:

@@ -18,7 +18,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
@@ -282,13 +282,8 @@ class Archive:
     @staticmethod
     def _stale(index: Index, reason: str) -> Index:
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(index.fetched))
-        return Index(
-            index.fetched,
-            index.architecture,
-            index.offers,
-            index.missing,
-            f"the archive could not be asked ({reason}); this is what it offered on {when}",
-        )
+        stale = f"the archive could not be asked ({reason}); this is what it offered on {when}"
+        return replace(index, stale=stale)
 
     def _recent_failure(self) -> str:
         try:
@@ -627,7 +622,7 @@ def _merge(offers: dict[str, Offer], offer: Offer) -> None:
         offers[offer.release] = offer
     elif offer.version == other.version:
         suites = tuple(dict.fromkeys((*other.suites, *offer.suites)))
-        offers[offer.release] = Offer(other.release, other.version, suites, other.packages)
+        offers[offer.release] = replace(other, suites=suites)
 
 
 def _bytes_below(directory: Path) -> int:

@@ -22,6 +22,7 @@ from regrepro.errors import RegreproError, UsageError
 from regrepro.lab.archive import Index
 from regrepro.lab.settings import ACCEL_CHOICES, parse_nodes
 from regrepro.options import format_size
+from regrepro.views.lines import Line, columns, emit
 
 
 @click.group("lab")
@@ -206,7 +207,7 @@ def _show(kernels: Any, *, refresh: bool, everything: bool, as_json: bool) -> No
         }
         click.echo(json.dumps(value, indent=2))
         return
-    rows = [("series", "release", "package version", "suites", "size", "here")]
+    rows: list[Line] = []
     for offer in offers:
         here = kept.get((offer.release, offer.version))
         cma = (
@@ -214,19 +215,10 @@ def _show(kernels: Any, *, refresh: bool, everything: bool, as_json: bool) -> No
             if here
             else ""
         )
-        rows.append(
-            (
-                offer.series,
-                offer.release,
-                offer.version,
-                ", ".join(offer.suites),
-                format_size(offer.size),
-                cma,
-            )
-        )
-    widths = [max(len(row[column]) for row in rows) for column in range(6)]
-    for row in rows:
-        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        suites = ", ".join(offer.suites)
+        cells = (offer.series, offer.release, offer.version, suites, format_size(offer.size), cma)
+        rows.append([(cell, "") for cell in cells])
+    emit(columns(("series", "release", "package version", "suites", "size", "here"), rows))
     for kernel in cached:
         if (kernel.release, kernel.version) not in offered:
             click.echo(f"kept, no longer on offer: {kernel.release} ({kernel.version})")

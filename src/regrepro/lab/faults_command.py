@@ -84,6 +84,6 @@ def _print(table: dict[str, Any], kind: str) -> None:
     if kind == "json":
         click.echo(json.dumps(table, indent=2))
     elif kind == "markdown":
-        click.echo(view.markdown(table), nl=False)
+        click.echo(view.grid(table).markdown(), nl=False)
     else:
-        view.show(table, sys.stdout)
+        view.grid(table).show(sys.stdout)

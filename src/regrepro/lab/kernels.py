@@ -21,7 +21,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from regrepro.errors import EnvironmentProblem, UsageError
 from regrepro.lab.archive import (
@@ -33,30 +32,13 @@ from regrepro.lab.archive import (
     version_key,
     write_atomically,
 )
+from regrepro.lab.progress import LabProgress, Silent
 from regrepro.options import format_size
 
 _SERIES = re.compile(r"\d+\.\d+")
 _KEPT_FILE = "kernel.json"
 _PACKAGE_OF = {"dpkg": "dpkg", "bsdtar": "libarchive-tools"}
 HOW_TO_NAME = "a series such as 6.12, `latest`, `host`, or the path of an image; see `regrepro lab kernels`"
-
-
-class Watcher(Protocol):
-    """Is told how a kernel is obtained."""
-
-    def say(self, text: str) -> None:
-        """A sentence for a waiting person."""
-
-    def download(self, what: str, done: int, total: int) -> None:
-        """Bytes so far, a few times a second; `done == total` at the end."""
-
-
-class Silent:
-    """A watcher that tells nothing."""
-
-    def say(self, text: str) -> None: ...
-
-    def download(self, what: str, done: int, total: int) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -103,10 +85,10 @@ def cache_directory() -> Path:
 class Kernels:
     """The kernels that this machine has or can get. `directory` is the cache."""
 
-    def __init__(self, directory: Path | None = None, watcher: Watcher | None = None) -> None:
+    def __init__(self, directory: Path | None = None, watcher: LabProgress | None = None) -> None:
         self.directory = directory if directory is not None else cache_directory()
         self.archive = Archive(self.directory / "apt")
-        self.watcher: Watcher = watcher if watcher is not None else Silent()
+        self.watcher: LabProgress = watcher if watcher is not None else Silent()
         self._kept = self.directory / "kernels"
 
     # What there is

@@ -127,11 +127,11 @@ def _print(found: dict[str, Any], kind: str) -> None:
     if kind == "json":
         click.echo(json.dumps(found, indent=2))
     elif kind == "markdown":
-        click.echo(view.markdown(found), nl=False)
+        click.echo(view.grid(found).markdown(), nl=False)
     elif kind == "html":
-        click.echo(view.html(found), nl=False)
+        click.echo(view.grid(found).html(), nl=False)
     else:
-        view.show(found, sys.stdout)
+        view.grid(found).show(sys.stdout)
 
 
 class _Progress:

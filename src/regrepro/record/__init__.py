@@ -1,7 +1,7 @@
 """The record, `record.jsonl`: its events (`events`), and how it is written and read."""
 
 from regrepro.record.events import SCHEMA
-from regrepro.record.reader import Record, part_of, read_record, record_path
+from regrepro.record.reader import Record, key_of, part_of, read_record, record_path
 from regrepro.record.writer import (
     FILE_NAME,
     Encoded,
@@ -22,6 +22,7 @@ __all__ = [
     "UndeclaredError",
     "encode",
     "encoded",
+    "key_of",
     "part_of",
     "read_record",
     "record_path",

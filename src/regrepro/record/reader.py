@@ -119,6 +119,11 @@ def part_of(item: Mapping[str, Any]) -> str:
     return str(item.get("failure") or item.get("variant") or "default")
 
 
+def key_of(item: Mapping[str, Any]) -> tuple[str, str]:
+    """Return scenario and part: what tells a verdict and the events of its passes from others of the run."""
+    return str(item.get("scenario")), part_of(item)
+
+
 # The keys of events that hold page states.
 _STATE_KEYS = ("pages", "before", "after")
 

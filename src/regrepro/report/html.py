@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from html import escape
+from collections.abc import Iterable, Iterator
 from importlib import resources
 
 from regrepro.report import picture, policy
 from regrepro.report.model import Finding, Report
 from regrepro.report.steps import LETTERS, Moment
+from regrepro.views.markup import html as esc
+from regrepro.views.markup import html_table
 from regrepro.views.rates import HEAD
 
 _STYLE = {
@@ -34,7 +35,7 @@ def render(report: Report) -> str:
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
-        f"<title>{_e(report.answer[:90])}</title>\n<style>\n{style}</style>\n</head>\n"
+        f"<title>{esc(report.answer[:90])}</title>\n<style>\n{style}</style>\n</head>\n"
         f"<body>\n{body}\n</body>\n</html>\n"
     )
 
@@ -42,8 +43,8 @@ def render(report: Report) -> str:
 def _body(report: Report) -> Iterator[str]:
     kind = _STYLE.get(report.verdict, "open")
     yield f'<header class="{kind}">'
-    yield f'<p class="banner">{_e(report.banner)}</p>'
-    yield f"<h1>{_e(report.answer)}</h1>"
+    yield f'<p class="banner">{esc(report.banner)}</p>'
+    yield f"<h1>{esc(report.answer)}</h1>"
     yield "</header>\n<main>"
     if report.problems:
         yield '<section class="problems"><h2>What is wrong with the files of this run</h2>'
@@ -56,14 +57,14 @@ def _body(report: Report) -> Iterator[str]:
     yield "</div></section>"
     if len(report.findings) > 1:
         yield "<section><h2>Verdicts</h2>"
-        yield _table(
+        yield html_table(
             ("scenario", "verdict", "pin by", "basis", "errno", "layer", "reason"),
             [
                 (
-                    f'<a href="#f{n}">{_e(finding.name)}</a>',
-                    f'<b class="{_STYLE.get(finding.verdict, "open")}">{_e(finding.verdict)}</b>',
-                    *(_e(finding.item.get(key) or "-") for key in ("pin_owner", "basis", "errno", "layer")),
-                    _e(finding.reason),
+                    f'<a href="#f{n}">{esc(finding.name)}</a>',
+                    f'<b class="{_STYLE.get(finding.verdict, "open")}">{esc(finding.verdict)}</b>',
+                    *(esc(finding.item.get(key) or "-") for key in ("pin_owner", "basis", "errno", "layer")),
+                    esc(finding.reason),
                 )
                 for n, finding in enumerate(report.findings)
             ],
@@ -76,21 +77,21 @@ def _body(report: Report) -> Iterator[str]:
     yield _log(report)
     yield "</section>"
     yield "<section><h2>Facts of the node and the run</h2>"
-    yield _table(("fact", ""), [(_e(name), _e(value)) for name, value in report.facts], kind="facts")
+    yield html_table(("fact", ""), [(esc(name), esc(value)) for name, value in report.facts], kind="facts")
     yield "</section>"
     yield '<section class="two"><div><h2>Stand-ins</h2>'
     yield _list(report.stand_ins or ["None: everything was real."])
     yield "</div><div><h2>What this does not show</h2>"
     yield _list(report.gaps or ["Nothing is missing that the rules of proof ask for."])
     yield "</div></section>\n</main>"
-    yield f"<footer>regrepro {_e(report.version)}, recorded {_e(report.started)}</footer>"
+    yield f"<footer>regrepro {esc(report.version)}, recorded {esc(report.started)}</footer>"
 
 
 def _finding(n: int, finding: Finding) -> Iterator[str]:
     kind = _STYLE.get(finding.verdict, "open")
-    tag = f'<span class="tag {kind}">{_e(finding.verdict)}</span>'
-    yield f'<section id="f{n}"><h2>{tag} {_e(finding.name)}</h2>'
-    yield f"<p>{_e(finding.reason)}.</p>"
+    tag = f'<span class="tag {kind}">{esc(finding.verdict)}</span>'
+    yield f'<section id="f{n}"><h2>{tag} {esc(finding.name)}</h2>'
+    yield f"<p>{esc(finding.reason)}.</p>"
     if finding.chain:
         yield (
             "<h3>From cause to failure</h3>"
@@ -99,11 +100,11 @@ def _finding(n: int, finding: Finding) -> Iterator[str]:
         )
         yield '<ol class="chain">'
         for link in finding.chain:
-            state = f' <span class="state">rule: {_e(link.state)}</span>' if link.state else ""
-            source = f'<span class="source">{_e(link.source)}</span>' if link.source else ""
+            state = f' <span class="state">rule: {esc(link.state)}</span>' if link.state else ""
+            source = f'<span class="source">{esc(link.source)}</span>' if link.source else ""
             yield (
-                f'<li><b>{_e(link.claim)}</b> <span class="how {_e(link.how)}">{_e(link.how)}</span>{state}'
-                f"<br>{_e(link.seen)}{source}</li>"
+                f'<li><b>{esc(link.claim)}</b> <span class="how {esc(link.how)}">{esc(link.how)}</span>'
+                f"{state}<br>{esc(link.seen)}{source}</li>"
             )
         yield "</ol>"
     if finding.path:
@@ -116,10 +117,10 @@ def _finding(n: int, finding: Finding) -> Iterator[str]:
         for line in finding.path:
             css = "deepest" if line.deepest else "failing" if line.failing else "through"
             mark = "✗" if line.deepest else " "
-            yield f'<span class="{css}">{mark} {"  " * line.depth}{_e(line.text)}</span>'
+            yield f'<span class="{css}">{mark} {"  " * line.depth}{esc(line.text)}</span>'
         yield "</pre>"
     elif finding.no_path:
-        yield f"<p>The kernel’s own path is not known: {_e(finding.no_path)}</p>"
+        yield f"<p>The kernel’s own path is not known: {esc(finding.no_path)}</p>"
     if finding.moments:
         yield "<h3>Where the pages lay</h3>"
         yield _legend()
@@ -135,21 +136,18 @@ def _finding(n: int, finding: Finding) -> Iterator[str]:
         yield from policy.render(finding.policy)
     if finding.rates:
         yield "<h3>Registrations that failed, by setting</h3>"
-        yield _table(HEAD, [tuple(map(_e, rate.cells)) for rate in finding.rates])
+        yield html_table(HEAD, [tuple(map(esc, rate.cells)) for rate in finding.rates])
     if len(finding.trials) > 1:
         yield "<h3>The same steps, one thing changed</h3>"
         held = {None: "", True: "yes", False: "<b>NO</b>"}
         outcome = {None: "open", True: "good", False: "bad"}
-        yield _table(
+        yield html_table(
             ("pass", "changed", "pages", "pin", "registration", "movement", "as it must be"),
             [
                 (
-                    _e(trial.name),
-                    _e(trial.changed),
-                    _e(trial.placed),
-                    _e(trial.pin),
-                    f'<b class="{outcome[trial.ok]}">{_e(trial.result)}</b>',
-                    _e(trial.moved),
+                    *map(esc, trial.cells[:4]),
+                    f'<b class="{outcome[trial.ok]}">{esc(trial.result)}</b>',
+                    esc(trial.moved),
                     held[trial.held],
                 )
                 for trial in finding.trials
@@ -158,14 +156,14 @@ def _finding(n: int, finding: Finding) -> Iterator[str]:
     if finding.checks:
         yield "<h3>Rules of proof</h3>"
         rows = [
-            (_e(name), f'<span class="{_e(state)}">{_e(state)}</span>', _e(text))
+            (esc(name), f'<span class="{esc(state)}">{esc(state)}</span>', esc(text))
             for name, state, text in finding.checks
         ]
-        yield _table(("rule", "state", ""), rows)
+        yield html_table(("rule", "state", ""), rows)
     if finding.evidence:
         yield "<details><summary>Every piece of evidence, how it is known, and its source</summary>"
-        yield _table(
-            ("evidence", "value", "how", "source"), [tuple(map(_e, row)) for row in finding.evidence]
+        yield html_table(
+            ("evidence", "value", "how", "source"), [tuple(map(esc, row)) for row in finding.evidence]
         )
         yield "</details>"
     yield "</section>"
@@ -175,10 +173,10 @@ def _log(report: Report) -> str:
     rows = []
     for name, step in report.log:
         css = "good" if step.ok else "bad" if step.ok is False else ""
-        result = f'<span class="{css}">{_e(step.result)}</span>' if css else _e(step.result)
-        rows.append((f"{step.seconds:.3f}", _e(name), _e(step.what), result))
+        result = f'<span class="{css}">{esc(step.result)}</span>' if css else esc(step.result)
+        rows.append((f"{step.seconds:.3f}", esc(name), esc(step.what), result))
     more = f"<p>{report.log_left_out} more steps are in record.jsonl.</p>" if report.log_left_out else ""
-    return _table(("s", "pass", "step", "result"), rows, kind="log") + more
+    return html_table(("s", "pass", "step", "result"), rows, kind="log") + more
 
 
 def _legend() -> str:
@@ -195,16 +193,16 @@ def _legend() -> str:
 
 
 def _moment(moment: Moment) -> str:
-    note = f" <em>{_e(moment.note)}</em>" if moment.note else ""
+    note = f" <em>{esc(moment.note)}</em>" if moment.note else ""
     total = max((end for _, end, _, _ in moment.cells), default=0)
     return (
-        f"<figure>{_picture(moment, total)}<figcaption><b>{_e(moment.label)}</b>{note}<br>"
-        f'<span class="source">{_e(moment.pfns)}</span></figcaption></figure>'
+        f"<figure>{_picture(moment, total)}<figcaption><b>{esc(moment.label)}</b>{note}<br>"
+        f'<span class="source">{esc(moment.pfns)}</span></figcaption></figure>'
     )
 
 
 def _picture(moment: Moment, total: int) -> str:
-    label = _e(
+    label = esc(
         f"{moment.label}: "
         + ", ".join(f"{b - a} {place}{' pinned' if h else ''}" for a, b, place, h in moment.cells[:20])
     )
@@ -226,7 +224,7 @@ def _picture(moment: Moment, total: int) -> str:
     for first, end, place, held in moment.cells:
         x, wide = first * scale, max((end - first) * scale, 1.0)
         frame = ' stroke="#000" stroke-width="3"' if held else ""
-        bars.append(f'<rect class="{_e(place)}" x="{x:.1f}" y="2" width="{wide:.1f}" height="20"{frame}/>')
+        bars.append(f'<rect class="{esc(place)}" x="{x:.1f}" y="2" width="{wide:.1f}" height="20"{frame}/>')
     return (
         f'<svg viewBox="0 0 {_STRIP} 24" class="strip" role="img" aria-label="{label}">{"".join(bars)}</svg>'
     )
@@ -237,31 +235,19 @@ def _square(x: int, place: str, held: bool, y: int = 0) -> str:
     frame = ' stroke="#000" stroke-width="3"' if held else ' stroke="#888" stroke-width="1"'
     size = _CELL - 2 * inner
     return (
-        f'<rect class="{_e(place)}" x="{x + inner}" y="{y + inner}" width="{size}" height="{size}"{frame}/>'
-        f'<text x="{x + _CELL // 2}" y="{y + _CELL - 6}">{_e(LETTERS.get(place, "?"))}</text>'
+        f'<rect class="{esc(place)}" x="{x + inner}" y="{y + inner}" width="{size}" height="{size}"{frame}/>'
+        f'<text x="{x + _CELL // 2}" y="{y + _CELL - 6}">{esc(LETTERS.get(place, "?"))}</text>'
     )
 
 
-def _table(head: Iterable[str], rows: Iterable[Sequence[str]], kind: str = "") -> str:
-    names = "".join(f"<th>{_e(name)}</th>" for name in head)
-    lines = "\n".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
-    css = f' class="{kind}"' if kind else ""
-    body = f"<thead><tr>{names}</tr></thead><tbody>\n{lines}\n</tbody>"
-    return f'<div class="wide"><table{css}>{body}</table></div>'
-
-
 def _pairs(pairs: Iterable[tuple[str, str]]) -> str:
-    parts = [f"<dt>{_e(name)}</dt><dd>{_code(value)}</dd>" for name, value in pairs]
+    parts = [f"<dt>{esc(name)}</dt><dd>{_code(value)}</dd>" for name, value in pairs]
     return f"<dl>{''.join(parts)}</dl>"
 
 
 def _list(texts: Iterable[str]) -> str:
-    return "<ul>" + "".join(f"<li>{_e(text)}</li>" for text in texts) + "</ul>"
+    return "<ul>" + "".join(f"<li>{esc(text)}</li>" for text in texts) + "</ul>"
 
 
 def _code(text: str) -> str:
-    return re.sub(r"`([^`]+)`", r"<code>\1</code>", _e(text))
-
-
-def _e(value: object) -> str:
-    return escape(str(value))
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", esc(text))

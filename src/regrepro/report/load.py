@@ -9,7 +9,8 @@ from typing import Any
 
 from regrepro import judge
 from regrepro.errors import UsageError
-from regrepro.record import SCHEMA, Record, part_of, read_record, record_path
+from regrepro.judge.names import name_of
+from regrepro.record import SCHEMA, Record, read_record, record_path
 
 VERDICTS_FILE = "verdicts.json"
 KNOWN_VERDICTS = ("reproduced", "caught", "not-reproduced", "other-failure", "unmet", "error")
@@ -87,15 +88,11 @@ def _differences(kept: dict[str, Any] | None, verdicts: dict[str, Any]) -> list[
     """Say where the verdicts in the directory are not those that the record gives."""
     if kept is None:
         return []
-    now = {_key(item): item.get("verdict") for item in verdicts["verdicts"]}
-    before = {_key(item): item.get("verdict") for item in kept["verdicts"]}
+    now = {name_of(item): item.get("verdict") for item in verdicts["verdicts"]}
+    before = {name_of(item): item.get("verdict") for item in kept["verdicts"]}
     return [
-        f"{VERDICTS_FILE} says {before.get(key) or 'nothing'} of {key[0]}; judged again by this version it "
-        f"is {now.get(key) or 'nothing'}, and this report shows that"
-        for key in dict.fromkeys([*before, *now])
-        if before.get(key) != now.get(key)
+        f"{VERDICTS_FILE} says {before.get(name) or 'nothing'} of {name}; judged again by this version it "
+        f"is {now.get(name) or 'nothing'}, and this report shows that"
+        for name in dict.fromkeys([*before, *now])
+        if before.get(name) != now.get(name)
     ]
-
-
-def _key(item: dict[str, Any]) -> tuple[str, str]:
-    return str(item.get("scenario")), part_of(item)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from regrepro.report.model import Finding, Report
 from regrepro.report.text import picture
+from regrepro.views.markup import md, md_table
 from regrepro.views.rates import HEAD
 
 
@@ -16,19 +17,19 @@ def render(report: Report) -> str:
 
 
 def _lines(report: Report) -> Iterator[str]:
-    yield f"> {escape(report.banner)}"
+    yield f"> {md(report.banner)}"
     yield ""
-    yield f"**{escape(report.answer)}**"
+    yield f"**{md(report.answer)}**"
     yield ""
     if report.problems:
         yield "### What is wrong with the files of this run"
         yield ""
-        yield from (f"- {escape(text)}" for text in report.problems)
+        yield from (f"- {md(text)}" for text in report.problems)
         yield ""
     yield from _table(("concerns", ""), report.concerns)
     yield "### What is asked"
     yield ""
-    yield from (f"- **{escape(who)}**: {escape(what, code=True)}" for who, what in report.asks)
+    yield from (f"- **{md(who)}**: {md(what, code=True)}" for who, what in report.asks)
     yield ""
     for finding in report.findings:
         yield from _finding(finding)
@@ -48,20 +49,20 @@ def _lines(report: Report) -> Iterator[str]:
     yield ""
     yield "### Stand-ins"
     yield ""
-    yield from (f"- {escape(text)}" for text in report.stand_ins or ["none: everything was real"])
+    yield from (f"- {md(text)}" for text in report.stand_ins or ["none: everything was real"])
     yield ""
     yield "### What this does not show"
     yield ""
     none = ["nothing is missing that the rules of proof ask for"]
-    yield from (f"- {escape(text)}" for text in report.gaps or none)
+    yield from (f"- {md(text)}" for text in report.gaps or none)
     yield ""
-    yield f"regrepro {escape(report.version)}, recorded {escape(report.started)}"
+    yield f"regrepro {md(report.version)}, recorded {md(report.started)}"
 
 
 def _finding(finding: Finding) -> Iterator[str]:
-    yield f"### {escape(finding.name)}: {escape(finding.title)}"
+    yield f"### {md(finding.name)}: {md(finding.title)}"
     yield ""
-    yield escape(finding.reason)
+    yield md(finding.reason)
     yield ""
     rows = [(link.claim, link.seen, link.how, link.state or "-") for link in finding.chain]
     if rows:
@@ -73,7 +74,7 @@ def _finding(finding: Finding) -> Iterator[str]:
             f"{'>' if line.deepest else ' '} {'  ' * line.depth}{line.text}" for line in finding.path
         )
     elif finding.no_path:
-        yield f"The kernel's own path: {escape(finding.no_path)}"
+        yield f"The kernel's own path: {md(finding.no_path)}"
         yield ""
     if finding.moments:
         yield from _fenced(picture(finding.moments))
@@ -84,22 +85,7 @@ def _finding(finding: Finding) -> Iterator[str]:
     if len(finding.trials) > 1:
         head = ("pass", "changed", "pages", "pin", "result", "moved", "as it must be")
         held = {None: "", True: "yes", False: "**no**"}
-        yield from _table(
-            head,
-            [
-                (
-                    trial.name,
-                    trial.changed,
-                    trial.placed,
-                    trial.pin,
-                    trial.result,
-                    trial.moved,
-                    held[trial.held],
-                )
-                for trial in finding.trials
-            ],
-            raw=(6,),
-        )
+        yield from md_table(head, ([*map(md, trial.cells), held[trial.held]] for trial in finding.trials))
     if finding.checks:
         yield "<details><summary>Rules of proof</summary>"
         yield ""
@@ -115,27 +101,5 @@ def _fenced(lines: Iterable[str]) -> Iterator[str]:
     yield from (f"{fence}text", *text, fence, "")
 
 
-def _table(head: Iterable[str], rows: Iterable[Iterable[str]], raw: tuple[int, ...] = ()) -> Iterator[str]:
-    names = list(head)
-    yield f"| {' | '.join(names)} |"
-    yield f"| {' | '.join('---' for _ in names)} |"
-    for row in rows:
-        cells = [cell if n in raw else escape(cell) for n, cell in enumerate(row)]
-        yield f"| {' | '.join(cells)} |"
-    yield ""
-
-
-def escape(text: str, *, code: bool = False) -> str:
-    """Return text that Markdown shows as it is, on one line; with `code`, backticks keep their meaning."""
-    line = " ".join(str(text).split())
-    if code and line.count("`") % 2 == 0:
-        return "".join(
-            part if part.startswith("`") else _escaped(part) for part in re.split(r"(`[^`]*`)", line)
-        )
-    return _escaped(line)
-
-
-def _escaped(line: str) -> str:
-    line = re.sub(r"([\\`*\[\]<>|~])", r"\\\1", line)
-    # An underscore between letters or digits is no emphasis, and a # only where a heading could begin.
-    return re.sub(r"(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])|^#", lambda found: "\\" + found[0], line)
+def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
+    return md_table(head, ([md(cell) for cell in row] for row in rows))

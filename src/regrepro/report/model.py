@@ -6,10 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from regrepro.judge.names import name_of
 from regrepro.options import format_size
-from regrepro.record import part_of
+from regrepro.record import key_of
 from regrepro.report.load import Run
-from regrepro.report.steps import Moment, Pass, Reader, Step, passes
+from regrepro.report.steps import Moment, Pass, Reader, Step, counted, passes
 from regrepro.views import words
 from regrepro.views.picture import Picture, pictures
 from regrepro.views.policy import Point, points
@@ -23,9 +24,6 @@ TITLES = {
     "unmet": "undecided: something was not met",
     "error": "undecided: the scenario or regrepro failed",
 }
-BOOT_WORDS = ("cma=", "hugetlb_cma=", "movablecore=", "kernelcore=", "movable_node", "kho=")
-"""Boot arguments that make unpinnable memory, by their beginning."""
-
 LOG_LIMIT = 300
 
 _PLACE_NAMES = {"cma": "CMA", "movable-zone": "ZONE_MOVABLE", "isolate": "isolated pageblocks"}
@@ -65,6 +63,11 @@ class Trial:
     held: bool | None
     ok: bool | None
 
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """The texts of its row in a table."""
+        return (self.name, self.changed, self.placed, self.pin, self.result, self.moved)
+
 
 @dataclass
 class Finding:
@@ -86,9 +89,8 @@ class Finding:
 
     @property
     def name(self) -> str:
-        """Scenario, with its variant, or the failure that `watch` caught, where it has one."""
-        part = part_of(self.item)
-        return f"{self.item.get('scenario')}" + (f" ({part})" if part != "default" else "")
+        """What a person reads: the scenario, with its variant or the failure that `watch` caught."""
+        return name_of(self.item)
 
     @property
     def verdict(self) -> str:
@@ -131,7 +133,7 @@ def build(run: Run) -> Report:
     drawn = {(one.scenario, one.part): one for one in pictures(run.record.events)}
     measured, counted = points(run.record.events), rates(run.record.events)
     for finding in findings:
-        key = (str(finding.item.get("scenario")), part_of(finding.item))
+        key = key_of(finding.item)
         finding.picture = drawn.get(key)
         finding.policy = measured.get(key, [])
         finding.rates = counted.get(key, [])
@@ -183,12 +185,6 @@ def driver_of(item: Mapping[str, Any] | None, header: Mapping[str, Any]) -> str:
 def kernel_of(header: Mapping[str, Any]) -> str:
     """Return the kernel as words."""
     return f"Linux {words.mapping_of(header.get('node')).get('kernel') or 'of unknown version'}"
-
-
-def boot_of(header: Mapping[str, Any]) -> list[str]:
-    """Return the boot arguments that make unpinnable memory."""
-    line = str(words.mapping_of(header.get("node")).get("cmdline") or "")
-    return [word for word in line.split() if word.startswith(BOOT_WORDS)]
 
 
 def _pass_name(one: Pass) -> str:
@@ -314,7 +310,7 @@ def _concerns(
         f"{kernel_of(header)}, {node.get('arch') or 'unknown architecture'}, "
         f"{node.get('kernel_version') or ''}",
     )
-    boot = boot_of(header)
+    boot = words.boot_of(header)
     yield (
         "configuration",
         f"booted with {' '.join(boot)}" if boot else "no boot argument that makes unpinnable memory",
@@ -400,8 +396,7 @@ def _asks(
 
 
 def _finding(item: Mapping[str, Any], found: Sequence[Pass], reader: Reader) -> Finding:
-    name, part = str(item.get("scenario")), part_of(item)
-    own = [one for one in found if (one.scenario, one.part) == (name, part)]
+    own = [one for one in found if (one.scenario, one.part) == key_of(item)]
     finding = Finding(item, TITLES.get(str(item.get("verdict")), "a verdict that this version does not know"))
     evidence = words.mapping_of(item.get("evidence"))
     main = next((one for one in own if one.control is None), None)
@@ -510,10 +505,7 @@ def _trial(one: Pass, item: Mapping[str, Any], reader: Reader) -> Trial:
     before, after = reader.state(under_test.get("before")), reader.state(under_test.get("after"))
     placed = "not known"
     if before is not None:
-        counts: dict[str, int] = {}
-        for first, end, place in before.place:
-            counts[place] = counts.get(place, 0) + end - first
-        placed = ", ".join(f"{count} {words.PLACES.get(place, place)}" for place, count in counts.items())
+        placed = ", ".join(words.places(counted(before)))
     moved = "not known"
     if before is not None and after is not None:
         moved = f"{before.moved(after).total} moved, {before.unmoved(after).total} stayed"
@@ -573,7 +565,7 @@ def _facts(header: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> It
         yield "GPU", gpu
     for key, value in words.mapping_of(node.get("rdma")).items():
         yield f"RDMA, {key}", words.plain(value)
-    yield "boot arguments of interest", " ".join(boot_of(header)) or "none"
+    yield "boot arguments of interest", " ".join(words.boot_of(header)) or "none"
     yield "rights", f"euid {node.get('euid')}, lockdown {node.get('lockdown')}"
     if limits:
         yield (

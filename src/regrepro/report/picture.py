@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from html import escape
 
+from regrepro.views import words
+from regrepro.views.markup import html
 from regrepro.views.picture import Moment, NodePicture, Picture, Range, size_text
 
 _LEFT, _WIDTH = 190, 770
@@ -24,7 +25,7 @@ def render(picture: Picture) -> Iterator[str]:
 def _caption(node: NodePicture, buffer: int) -> str:
     first, end = node.span
     size = size_text((end - first) * node.page_size)
-    return escape(
+    return html(
         f"buffer {buffer} over the physical memory of node {node.node} "
         f"(PFN {first:#x} to {end - 1:#x}, {size})"
     )
@@ -33,7 +34,7 @@ def _caption(node: NodePicture, buffer: int) -> str:
 def _svg(node: NodePicture, buffer: int) -> str:
     rows = 1 + len(node.moments)
     height = _HEAD + rows * _ROW + 4
-    label = escape(
+    label = html(
         f"node {node.node}, buffer {buffer}: "
         + ", ".join(f"{moment.label}: {moment.count} pages" for moment in node.moments)
     )
@@ -57,8 +58,8 @@ def _bar(node: NodePicture, pages: Range, y: int, css: str, title: str) -> str:
     x = _x(node, first)
     wide = max(_x(node, end) - x, _THINNEST)
     return (
-        f'<rect class="{escape(css)}" x="{x:.1f}" y="{y}" width="{wide:.1f}" height="{_BAR}">'
-        f"<title>{escape(title)}</title></rect>"
+        f'<rect class="{html(css)}" x="{x:.1f}" y="{y}" width="{wide:.1f}" height="{_BAR}">'
+        f"<title>{html(title)}</title></rect>"
     )
 
 
@@ -71,7 +72,7 @@ def _zones(node: NodePicture) -> Iterator[str]:
         yield f'<line class="zone" x1="{x:.1f}" y1="{_HEAD - 14}" x2="{x:.1f}" y2="{bottom}"/>'
         at = max(x, taken)  # a short zone's name must not cover the next one's
         taken = at + 8.0 * len(name) + 10
-        yield f'<text class="left" x="{at + 3:.1f}" y="{_HEAD - 18}">{escape(name)}</text>'
+        yield f'<text class="left" x="{at + 3:.1f}" y="{_HEAD - 18}">{html(name)}</text>'
 
 
 def _memory(node: NodePicture) -> Iterator[str]:
@@ -84,12 +85,11 @@ def _memory(node: NodePicture) -> Iterator[str]:
 
 def _row(node: NodePicture, moment: Moment, number: int) -> Iterator[str]:
     y = _HEAD + number * _ROW
-    yield f'<text class="left" x="2" y="{y + 15}">{escape(moment.label)}</text>'
+    yield f'<text class="left" x="2" y="{y + 15}">{html(moment.label)}</text>'
     yield f'<line class="base" x1="{_LEFT}" y1="{y + _BAR}" x2="{_LEFT + _WIDTH}" y2="{y + _BAR}"/>'
     for first, end in _thinned(node, moment):
         pages = end - first
-        what = "1 page" if pages == 1 else f"{pages} pages"
-        yield _bar(node, (first, end), y, "page", f"{what}: PFN {first:#x} to {end - 1:#x}")
+        yield _bar(node, (first, end), y, "page", f"{words.pages(pages)}: PFN {first:#x} to {end - 1:#x}")
 
 
 def _thinned(node: NodePicture, moment: Moment) -> list[Range]:

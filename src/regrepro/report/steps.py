@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from regrepro.judge.pagestate import UNPINNABLE, PageState, StateReader
+from regrepro.judge.pagestate import PageState, StateReader
 from regrepro.judge.spans import Spans
-from regrepro.record import part_of
+from regrepro.record import key_of
 from regrepro.views import words
 
 LETTERS = {
@@ -20,12 +20,6 @@ LETTERS = {
     "absent": ".",
 }
 """One letter for a page by its place, for pictures that must read without colour."""
-
-FLAGS = {
-    "pin": "FOLL_PIN without FOLL_LONGTERM",
-    "get": "FOLL_GET",
-    "longterm": "FOLL_PIN with FOLL_LONGTERM",
-}
 
 
 @dataclass(frozen=True)
@@ -115,11 +109,7 @@ def passes(events: Iterable[Mapping[str, Any]]) -> list[Pass]:
         if not isinstance(event.get("scenario"), str):
             continue
         control = event.get("control")
-        key = (
-            event["scenario"],
-            part_of(event),
-            None if control is None else str(control),
-        )
+        key = (*key_of(event), None if control is None else str(control))
         if key not in found:
             found[key] = Pass(*key, begin=event if event.get("event") == "scenario-begin" else {})
         found[key].events.append(event)
@@ -163,7 +153,7 @@ class Reader:
 
     def _pin(self, event: Mapping[str, Any]) -> tuple[str, str, bool | None]:
         kind = str(event.get("kind"))
-        flags = f"{FLAGS.get(kind, kind)} by {event.get('api')}"
+        flags = f"{words.FLAGS.get(kind, kind)} by {event.get('api')}"
         what = f"pin {event.get('pin')} on buffer {event.get('buffer')}: {flags}"
         if kind == "none":
             return f"no pin is taken on buffer {event.get('buffer')}", "", None
@@ -372,14 +362,12 @@ def _pinned(event: Mapping[str, Any], page: int) -> Spans:
 def _where(state: PageState | None, event: Mapping[str, Any], key: str) -> str:
     if state is None:
         return f"place not known: {event.get('pages_unknown') or f'no page state {key}'}"
+    return ", ".join(words.places(counted(state))) or "no page"
+
+
+def counted(state: PageState) -> dict[str, int]:
+    """Return how many pages of a state lie in each place."""
     counts: dict[str, int] = {}
     for first, end, place in state.place:
         counts[place] = counts.get(place, 0) + end - first
-    return (
-        ", ".join(f"{count} {words.PLACES.get(place, place)}" for place, count in counts.items()) or "no page"
-    )
-
-
-def unpinnable_cells(cells: Iterable[tuple[int, int, str, bool]]) -> int:
-    """Return how many pages of a moment lie where Linux refuses a long-term pin."""
-    return sum(end - first for first, end, place, _ in cells if place in UNPINNABLE)
+    return counts

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from regrepro.record import part_of
+from regrepro.judge.names import name_of
 from regrepro.views import words
 
 
@@ -29,12 +29,9 @@ def _lines(verdicts: Mapping[str, Any], expect_declared: bool) -> Iterator[str]:
     skipped = 0
     for number, item in enumerate(items, start=1):
         passed = _passed(item, expect_declared)
-        name = f"{item.get('scenario')}"
-        if part_of(item) != "default":
-            name += f" ({part_of(item)})"
         skipped += passed is None
         skip = f" # SKIP {_line(item.get('reason'))}" if passed is None else ""
-        yield f"{'not ok' if passed is False else 'ok'} {number} - {_name(name)}{skip}"
+        yield f"{'not ok' if passed is False else 'ok'} {number} - {_name(name_of(item))}{skip}"
         yield from _details(item)
     if skipped and skipped == len(items):
         yield "Bail out! nothing was decided"

@@ -7,7 +7,8 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any, TextIO
 
-from regrepro.record import part_of
+from regrepro.judge.names import name_of
+from regrepro.views import words
 
 _HEADLINES = {
     0: "The same as before, or better.",
@@ -19,8 +20,7 @@ _MARKS = {"better": "better", "worse": "WORSE", "same": "same", "cannot-tell": "
 
 def show(comparison: Mapping[str, Any], file: TextIO, width: int | None = None) -> None:
     """Write a comparison (`Comparison.as_json()`): the answer, the changed facts, then each scenario."""
-    columns = width or min(shutil.get_terminal_size((100, 24)).columns, 110)
-    for line in lines(comparison, columns):
+    for line in lines(comparison, width or min(shutil.get_terminal_size((100, 24)).columns, 110)):
         print(line, file=file)
 
 
@@ -32,10 +32,10 @@ def lines(comparison: Mapping[str, Any], width: int) -> Iterator[str]:
     yield "What differs between the two:" if facts else "No recorded fact differs between the two."
     for fact in facts:
         yield from _wrapped(
-            f"{fact['fact']}: {_words(fact['before'])} → {_words(fact['after'])}", width, "  "
+            f"{fact['fact']}: {words.fact(fact['before'])} → {words.fact(fact['after'])}", width, "  "
         )
     yield ""
-    names = [_name(change) for change in comparison["changes"]]
+    names = [name_of(change) for change in comparison["changes"]]
     if not names:
         yield "No scenario ran in either."
     size = max((len(name) for name in names), default=0)
@@ -45,11 +45,6 @@ def lines(comparison: Mapping[str, Any], width: int) -> Iterator[str]:
         yield from _wrapped(change["reason"], width, "    ")
     for problem in comparison["problems"]:
         yield from _wrapped(f"Note: {problem}", width, "")
-
-
-def _name(change: Mapping[str, Any]) -> str:
-    part = part_of(change)
-    return str(change["scenario"]) if part == "default" else f"{change['scenario']} [{part}]"
 
 
 def _verdict(side: Mapping[str, Any] | None) -> str:
@@ -62,14 +57,6 @@ def _verdict(side: Mapping[str, Any] | None) -> str:
         else str(side["verdict"])
     )
     return f"{text} by {side['pin_owner']}" if side.get("pin_owner") not in (None, "none") else text
-
-
-def _words(value: Any) -> str:
-    if value is None:
-        return "not known"
-    if isinstance(value, list):
-        return " ".join(str(item) for item in value) or "nothing"
-    return str(value)
 
 
 def _wrapped(text: str, width: int, indent: str) -> list[str]:

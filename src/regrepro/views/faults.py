@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
-from typing import Any, TextIO
+from typing import Any
 
-from regrepro.views.lines import Line, emit, wrap
+from regrepro.views.grid import Grid, Table
+from regrepro.views.lines import Segment
 
 Cell = Mapping[str, Any]
 WRONG, UNDECIDED, RIGHT = "wrong", "undecided", "right"
-_STYLES = {WRONG: "bold red", UNDECIDED: "magenta", RIGHT: ""}
+_STYLES = {WRONG: "bold red", UNDECIDED: "bold magenta", RIGHT: ""}
 
 
 def state(cell: Cell | None) -> str:
@@ -39,38 +39,12 @@ def text(cell: Cell | None) -> str:
     return f"WRONG: {said}" if state(cell) == WRONG else said
 
 
-def show(table: Mapping[str, Any], file: TextIO) -> None:
-    """Write the table, and below it what is wrong, undecided or unknown, with the reason."""
+def grid(table: Mapping[str, Any]) -> Grid:
+    """Return the table; below it what is wrong, undecided or unknown, with the reason."""
     head = ["fault", *(_kernel(column) for column in table["kernels"])]
-    rows = [[(fault["scenario"], ""), *_cells(table, fault)] for fault in table["faults"]]
-    plain = [head, *([said for said, _ in row] for row in rows)]
-    widths = [max(len(row[n]) for row in plain) for n in range(len(head))]
-    lines: list[Line] = [
-        [("  ".join(name.ljust(size) for name, size in zip(head, widths, strict=True)), "bold")]
-    ]
-    for row in rows:
-        line: Line = []
-        for (said, style), size in zip(row, widths, strict=True):
-            line += [(said.ljust(size), style), ("  ", "")]
-        lines.append(line)
-    for note in notes(table):
-        lines += [[], *wrap(note, 110, "  ", "")]
-    lines += [[], *wrap(summary(table), 110)]
-    emit(lines, file)
-
-
-def markdown(table: Mapping[str, Any]) -> str:
-    """Return the table as Markdown, with the command that makes it."""
-    head = ["fault", *(_kernel(column) for column in table["kernels"])]
-    out = [f"Made by `{table['command']}` (regrepro {table['version']}).", ""]
-    out += [f"| {' | '.join(head)} |", f"| {' | '.join('---' for _ in head)} |"]
-    for fault in table["faults"]:
-        cells = [f"**{_md(said)}**" if style else _md(said) for said, style in _cells(table, fault)]
-        out.append(f"| `{fault['scenario']}` | {' | '.join(cells)} |")
-    out.append("")
-    found = [f"- {_md(note)}" for note in notes(table)]
-    out += [*found, ""] if found else []
-    return "\n".join([*out, summary(table)]) + "\n"
+    rows = [[(str(fault["scenario"]), ""), *_cells(table, fault)] for fault in table["faults"]]
+    tables = [Table(head, rows, rows_are_scenarios=True)]
+    return Grid(table["command"], table["version"], tables, list(notes(table)), summary(table))
 
 
 def summary(table: Mapping[str, Any]) -> str:
@@ -100,7 +74,7 @@ def notes(table: Mapping[str, Any]) -> Iterator[str]:
                 yield f"{fault['scenario']} on {kernel}: {cell['reason']}{expected}"
 
 
-def _cells(table: Mapping[str, Any], fault: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _cells(table: Mapping[str, Any], fault: Mapping[str, Any]) -> Iterator[Segment]:
     for column in table["kernels"]:
         cell = fault["cells"].get(column["kernel"])
         yield text(cell), _STYLES[state(cell)]
@@ -111,7 +85,3 @@ def _kernel(column: Mapping[str, Any]) -> str:
     name = str(column["kernel"]).rpartition("/")[2]
     release = column["release"]
     return f"{name} ({release})" if release and release != name else name
-
-
-def _md(said: str) -> str:
-    return re.sub(r"([\\`*\[\]<>|])", r"\\\1", " ".join(said.split()))

@@ -1,5 +1,5 @@
 """Styled lines to a terminal: colour by rich where it is there and the output is a terminal, else the
-same text.
+same text, so that a log reads like the screen.
 """
 
 from __future__ import annotations
@@ -8,29 +8,34 @@ import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TextIO
 
-Line = list[tuple[str, str]]
-"""A line as segments of text and a style of rich's, or an empty style."""
+Segment = tuple[str, str]
+"""A text and a style of rich's, or an empty style."""
+Line = list[Segment]
 
 WIDEST = 140
 PLAIN_WIDTH = 110
 
 
-def is_terminal(out: TextIO) -> bool:
-    """Tell whether colour makes sense there (https://no-color.org)."""
+def _isatty(out: TextIO) -> bool:
     try:
-        return out.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+        return out.isatty()
     except (AttributeError, ValueError):
         return False
 
 
-def width_of(out: TextIO) -> int:
-    """Return how wide to write: the terminal's width within reason, or a fixed one for files."""
-    if not is_terminal(out):
-        return PLAIN_WIDTH
-    return max(50, min(shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns, WIDEST))
+def is_terminal(out: TextIO) -> bool:
+    """Tell whether colour makes sense there (https://no-color.org)."""
+    return _isatty(out) and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def width_of(out: TextIO, plain: int = PLAIN_WIDTH, widest: int = WIDEST) -> int:
+    """Return how wide to write: the terminal's width within reason, or `plain` for files."""
+    if not _isatty(out):
+        return plain
+    return max(50, min(shutil.get_terminal_size((plain, 24)).columns, widest))
 
 
 def wrap(text: str, width: int, indent: str = "", first: str | None = None, style: str = "") -> list[Line]:
@@ -46,8 +51,19 @@ def wrap(text: str, width: int, indent: str = "", first: str | None = None, styl
     return [[(line, style)] for line in wrapped] or [[((first or indent).rstrip(), style)]]
 
 
+def columns(head: Sequence[str], rows: Sequence[Sequence[Segment]]) -> list[Line]:
+    """Lay out a table: its head in bold, then the rows, each column as wide as its widest cell."""
+    table = [[(name, "bold") for name in head], *rows]
+    widths = [max(len(row[n][0]) for row in table) for n in range(len(head))]
+    return [
+        [(text.ljust(size + 2), style) for (text, style), size in zip(row[:-1], widths, strict=False)]
+        + [row[-1]]
+        for row in table
+    ]
+
+
 def emit(lines: Iterable[Line], out: TextIO | None = None) -> None:
-    """Write the lines."""
+    """Write the lines. It never fails for what the stream cannot encode."""
     out = out or sys.stdout
     if is_terminal(out):
         try:
@@ -60,6 +76,12 @@ def emit(lines: Iterable[Line], out: TextIO | None = None) -> None:
             for line in lines:
                 console.print(Text.assemble(*line))
             return
+    encoding = getattr(out, "encoding", None) or "utf-8"
     for line in lines:
-        out.write("".join(text for text, _ in line).rstrip() + "\n")
+        text = "".join(part for part, _ in line).rstrip()
+        try:
+            text.encode(encoding)
+        except (UnicodeEncodeError, LookupError):
+            text = text.replace("─", "-").replace("✗", "x").encode("ascii", "replace").decode("ascii")
+        out.write(text + "\n")
     out.flush()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from regrepro.judge.pagestate import UNPINNABLE, PageState, StateReader
-from regrepro.record import part_of
+from regrepro.record import key_of
 from regrepro.views import words
 
 LETTERS = {"cma": "C", "movable-zone": "M", "isolate": "I", "ordinary": "·", "unknown": "?", "hole": " "}
@@ -76,7 +76,7 @@ def pictures(events: Iterable[Mapping[str, Any]]) -> list[Picture]:
         if event.get("event") == "memory-map":
             memory_map = event
         elif isinstance(event.get("scenario"), str) and event.get("control") is None:
-            passes.setdefault((event["scenario"], part_of(event)), []).append(event)
+            passes.setdefault(key_of(event), []).append(event)
     if memory_map is None:
         return []
     read = StateReader()

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from regrepro.record import part_of
+from regrepro.record import key_of
 
 STEP = "placement-policy"
 BIN = 0.05
@@ -35,7 +35,7 @@ def points(events: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], list[Po
             continue
         free, free_cma, touched, cma = (number for number in numbers if isinstance(number, int))
         if free and touched:
-            key = (str(event.get("scenario")), part_of(event))
+            key = key_of(event)
             point = Point(str(event.get("phase")), min(1.0, free_cma / free), min(1.0, cma / touched))
             found.setdefault(key, []).append(point)
     return found

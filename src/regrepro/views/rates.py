@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from regrepro.record import part_of
+from regrepro.record import key_of
 
 STEP = "checkpoint-rate"
 HEAD = ("setting", "failed", "rate", "95 % interval", "rounds in unpinnable memory")
@@ -48,7 +48,7 @@ def rates(events: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], list[Rat
             continue
         count = event.get("rounds_with_unpinnable_pages")
         unpinnable = count if type(count) is int else None
-        key = (str(event.get("scenario")), part_of(event))
+        key = key_of(event)
         low, high = around
         rate = Rate(str(event.get("setting")), failed, rounds, low, high, unpinnable)
         found.setdefault(key, []).append(rate)

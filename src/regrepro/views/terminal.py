@@ -7,19 +7,16 @@ either it is the same text, so that a log reads like the screen.
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
-from regrepro.record import part_of
+from regrepro.judge.names import name_of
+from regrepro.record import key_of
 from regrepro.views import picture, policy, rates, words
-
-Segment = tuple[str, str]
-Line = list[Segment]
-"""A line as segments of text and a style (a style of rich's, or an empty string)."""
+from regrepro.views.lines import Line, columns, emit, width_of
 
 WIDEST, PLAIN_WIDTH = 118, 100
 
@@ -61,9 +58,9 @@ def show(
     is the terminal's by default, 100 where there is none.
     """
     out = file if file is not None else sys.stdout
-    columns = _width(out, width)
+    size = _width(out, width)
     header = record.header if record is not None else {}
-    _print(_whole(verdicts, header, run_dir, columns, _drawn(getattr(record, "events", ()), columns)), out)
+    emit(_whole(verdicts, header, run_dir, size, _drawn(getattr(record, "events", ()), size)), out)
 
 
 def show_evidence(
@@ -73,8 +70,8 @@ def show_evidence(
     source.
     """
     out = file if file is not None else sys.stdout
-    columns = _width(out, width)
-    lines = [_title(verdict), *_indented(str(verdict.get("reason", "")), columns, "  ")]
+    size = _width(out, width)
+    lines = [_title(verdict), *_indented(str(verdict.get("reason", "")), size, "  ")]
     evidence = words.mapping_of(verdict.get("evidence"))
     names = max((len(name) for name in evidence), default=0)
     for name, item in evidence.items():
@@ -82,14 +79,14 @@ def show_evidence(
         if name == "trace" and isinstance(value, Mapping):
             value = {key: part for key, part in value.items() if key != "tree"}
         text = f"{words.plain(value)}  ({how}: {source})" if source else f"{words.plain(value)}  ({how})"
-        lines += _labelled(name, text, columns, names, style="dim" if how == "missing" else "")
-    tree = _tree(evidence, columns)
+        lines += _labelled(name, text, size, names, style="dim" if how == "missing" else "")
+    tree = _tree(evidence, size)
     if tree:
         lines += [[], [("  the kernel's own path:", "bold")], *tree]
-    lines += _checks(verdict, columns)
+    lines += _checks(verdict, size)
     for control in words.controls(verdict):
-        lines += _labelled("control", control, columns, names)
-    _print(lines, out)
+        lines += _labelled("control", control, size, names)
+    emit(lines, out)
 
 
 # Layout
@@ -111,8 +108,7 @@ def _whole(
         for item in items:
             proof = _proof(item, width)
             if proof:
-                key = (str(item.get("scenario")), part_of(item))
-                lines += [[], *proof, *drawn.get(key, [])]
+                lines += [[], *proof, *drawn.get(key_of(item), [])]
     stand_ins = words.stand_ins(header, items)
     if stand_ins:
         lines += [[], [("Stand-ins in this run", "bold")]]
@@ -145,11 +141,7 @@ def _head(header: Mapping[str, Any], width: int) -> list[Line]:
         where += f", in the lab ({lab.get('accel') or 'virtual machine'})"
     if node.get("nvidia_driver"):
         where += f", NVIDIA driver {node['nvidia_driver']}"
-    boot = [
-        word
-        for word in str(node.get("cmdline") or "").split()
-        if word.startswith(("cma=", "hugetlb_cma=", "movablecore=", "kernelcore=", "movable_node", "kho="))
-    ]
+    boot = words.boot_of(header)
     lines: list[Line] = [[("regrepro on ", ""), (where, "bold")]]
     if boot:
         lines += _indented(f"booted with {' '.join(boot)}", width, "", style="dim")
@@ -160,39 +152,34 @@ _COLUMNS = ("scenario", "verdict", "pin by", "basis", "errno", "layer")
 
 
 def _row(item: Mapping[str, Any]) -> list[str]:
-    name, part = str(item.get("scenario")), part_of(item)
-    if part != "default":
-        name += f" ({part})"
     owner = str(item.get("pin_owner") or "none")
     if owner == "cuda" and item.get("driver"):
         owner += f" {item['driver']}"
-    cells = [name, str(item.get("verdict")), owner]
+    cells = [name_of(item), str(item.get("verdict")), owner]
     return [*cells, *(str(item.get(key) or "-") for key in ("basis", "errno", "layer"))]
 
 
 def _table(items: Sequence[Mapping[str, Any]], width: int) -> list[Line]:
-    rows = [_row(item) for item in items]
-    widths = [max(len(row[n]) for row in [list(_COLUMNS), *rows]) for n in range(len(_COLUMNS))]
-    fits = sum(widths) + 2 * (len(widths) - 1) <= width
-    lines: list[Line] = []
-    if fits:
-        head = "  ".join(name.upper().ljust(size) for name, size in zip(_COLUMNS, widths, strict=True))
-        lines += [[(head.rstrip(), "bold")], [("─" * min(width, sum(widths) + 2 * (len(widths) - 1)), "dim")]]
-    for item, row in zip(items, rows, strict=True):
-        style = _VERDICT_STYLE.get(row[1], "")
+    cells = [_row(item) for item in items]
+    rows = [
+        [
+            (cell, "bold" if n == 0 else _VERDICT_STYLE.get(cell, "") if n == 1 else "")
+            for n, cell in enumerate(row)
+        ]
+        for row in cells
+    ]
+    table = columns([name.upper() for name in _COLUMNS], rows)
+    size = max(len("".join(text for text, _ in line)) for line in table)
+    fits = size <= width
+    lines: list[Line] = [table[0], [("─" * size, "dim")]] if fits else []
+    for item, row, line in zip(items, rows, table[1:], strict=True):
         if fits:
-            line: Line = []
-            for n, (cell, size) in enumerate(zip(row, widths, strict=True)):
-                last = n == len(row) - 1
-                line.append(
-                    (cell if last else cell.ljust(size) + "  ", style if n == 1 else "bold" if n == 0 else "")
-                )
             lines.append(line)
         else:
-            lines.append([(row[0], "bold")])
-            lines.append([("  ", ""), (row[1], style)])
-            rest = [f"{name} {cell}" for name, cell in zip(_COLUMNS[2:], row[2:], strict=True) if cell != "-"]
-            lines += _indented(", ".join(rest), width, "  ")
+            rest = [
+                f"{name} {cell}" for name, (cell, _) in zip(_COLUMNS[2:], row[2:], strict=True) if cell != "-"
+            ]
+            lines += [[row[0]], [("  ", ""), row[1]], *_indented(", ".join(rest), width, "  ")]
         lines += _indented(str(item.get("reason") or ""), width, "  ", style="" if fits else "dim")
         if item.get("as_declared") is False:
             lines += _indented(
@@ -203,7 +190,7 @@ def _table(items: Sequence[Mapping[str, Any]], width: int) -> list[Line]:
 
 def _title(item: Mapping[str, Any]) -> Line:
     verdict = str(item.get("verdict"))
-    return [(str(item.get("scenario")), "bold"), (": ", ""), (verdict, _VERDICT_STYLE.get(verdict, ""))]
+    return [(name_of(item), "bold"), (": ", ""), (verdict, _VERDICT_STYLE.get(verdict, ""))]
 
 
 def _proof(item: Mapping[str, Any], width: int) -> list[Line]:
@@ -239,7 +226,7 @@ def _proof(item: Mapping[str, Any], width: int) -> list[Line]:
     for n, control in enumerate(words.controls(item)):
         lines += _labelled("" if n else "controls", control, width, size)
     what = "the proof" if verdict == "reproduced" else "what was seen"
-    title: Line = [(f"{item.get('scenario')}", "bold"), (f": {what}", "bold")]
+    title: Line = [(f"{name_of(item)}: {what}", "bold")]
     return [title, *lines] if lines else []
 
 
@@ -271,7 +258,7 @@ def _lacks(item: Mapping[str, Any], width: int) -> list[Line]:
     measured = words.contract(words.mapping_of(item.get("evidence")))
     if len(entries) < 2 and not measured:
         return []
-    lines: list[Line] = [[(f"{item.get('scenario')}: what is missing", "bold")]]
+    lines: list[Line] = [[(f"{name_of(item)}: what is missing", "bold")]]
     for entry in entries:
         how = f" ({entry['how']})" if entry.get("how") else ""
         lines += _labelled(str(entry.get("need")), f"{entry.get('why')}{how}", width, 10)
@@ -358,48 +345,5 @@ def _labelled(label: str, text: str, width: int, size: int, style: str = "") -> 
     return [first, *([(" " * (max(size, len(label)) + 4), ""), (line, style)] for line in wrapped[1:])]
 
 
-# Output
-
-
-def _is_terminal(out: TextIO) -> bool:
-    try:
-        return out.isatty()
-    except (AttributeError, ValueError):
-        return False
-
-
 def _width(out: TextIO, width: int | None) -> int:
-    if width is None:
-        width = shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns if _is_terminal(out) else PLAIN_WIDTH
-    return max(40, min(width, WIDEST))
-
-
-def _print(lines: Iterable[Line], out: TextIO) -> None:
-    """Print with colour where rich and a terminal are there, else plain. Never fails for what cannot be
-    encoded.
-    """
-    console = _console(out)
-    for line in lines:
-        if console is not None:
-            from rich.text import Text
-
-            console.print(Text.assemble(*line), soft_wrap=True)
-            continue
-        text = "".join(part for part, _ in line).rstrip()
-        encoding = getattr(out, "encoding", None) or "utf-8"
-        try:
-            text.encode(encoding)
-        except (UnicodeEncodeError, LookupError):
-            text = text.replace("─", "-").replace("✗", "x").encode("ascii", "replace").decode("ascii")
-        out.write(text + "\n")
-    out.flush()
-
-
-def _console(out: TextIO) -> Any:
-    if not _is_terminal(out) or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
-        return None
-    try:
-        from rich.console import Console
-    except ImportError:
-        return None
-    return Console(file=out, highlight=False, emoji=False, markup=False)
+    return max(40, min(width, WIDEST)) if width is not None else width_of(out, PLAIN_WIDTH, WIDEST)

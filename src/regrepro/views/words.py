@@ -17,6 +17,27 @@ PLACES = {
     "unknown": "in a place not known",
     "absent": "not present",
 }
+FLAGS = {
+    "pin": "FOLL_PIN without FOLL_LONGTERM",
+    "get": "FOLL_GET",
+    "longterm": "FOLL_PIN with FOLL_LONGTERM",
+}
+"""What a pin asks the kernel for, by its kind."""
+
+
+BOOT_WORDS = ("cma=", "hugetlb_cma=", "movablecore=", "kernelcore=", "movable_node", "kho=")
+"""Boot arguments that make unpinnable memory, by their beginning."""
+
+
+def boot_of(header: Mapping[str, Any]) -> list[str]:
+    """Return the boot arguments that make unpinnable memory."""
+    line = str(mapping_of(header.get("node")).get("cmdline") or "")
+    return [word for word in line.split() if word.startswith(BOOT_WORDS)]
+
+
+def places(counts: Mapping[str, Any]) -> list[str]:
+    """Return how many pages lie where, a sentence's part each."""
+    return [f"{count} {PLACES.get(str(name), name)}" for name, count in counts.items()]
 
 
 def value_of(evidence: Mapping[str, Any], name: str) -> Any:
@@ -37,13 +58,13 @@ def missing(evidence: Mapping[str, Any], name: str) -> str:
 
 def placement(evidence: Mapping[str, Any]) -> str:
     """Return where the pages lay when the registration began."""
-    places = value_of(evidence, "placement")
-    if not isinstance(places, Mapping):
+    found = value_of(evidence, "placement")
+    if not isinstance(found, Mapping):
         return missing(evidence, "placement")
     total, how = value_of(evidence, "pages"), how_known(evidence, "placement")
-    parts = [f"{count} {PLACES.get(str(name), name)}" for name, count in places.items()]
+    parts = places(found)
     if len(parts) == 1:
-        where = PLACES.get(str(next(iter(places))), next(iter(places)))
+        where = PLACES.get(str(next(iter(found))), next(iter(found)))
         return f"{'its one page' if total == 1 else f'all {pages(total)}'} {where} ({how})"
     return f"of {pages(total)} {', '.join(parts) or 'none is known'} ({how})"
 
@@ -55,11 +76,6 @@ def pin(evidence: Mapping[str, Any]) -> str:
         return ""
     if not pins:
         return "none was held"
-    flags = {
-        "pin": "FOLL_PIN without FOLL_LONGTERM",
-        "get": "FOLL_GET",
-        "longterm": "FOLL_PIN with FOLL_LONGTERM",
-    }
     parts = []
     for pin in mappings_of(pins):
         signs = [pin.get("alive_before"), pin.get("alive_after")]
@@ -70,7 +86,7 @@ def pin(evidence: Mapping[str, Any]) -> str:
             if None in signs
             else "not alive"
         )
-        kind = flags.get(str(pin.get("kind")), pin.get("kind"))
+        kind = FLAGS.get(str(pin.get("kind")), pin.get("kind"))
         if pin.get("owner") == "own-code":  # nobody promised anything: what it asks for is measured
             kind = "code of the user's own"
         parts.append(
@@ -234,6 +250,13 @@ def stand_ins(header: Mapping[str, Any], items: Iterable[Mapping[str, Any]]) -> 
 def pages(count: object) -> str:
     """Return `1 page`, `8 pages`."""
     return "1 page" if count == 1 else f"{count} pages"
+
+
+def fact(value: object) -> str:
+    """Return a fact of a header as words."""
+    if isinstance(value, list):
+        return " ".join(str(item) for item in value) or "nothing"
+    return "not known" if value is None else str(value)
 
 
 def plain(value: object) -> str:

@@ -18,6 +18,7 @@ from record_builder import (
     longterm_record,
     placement_record,
     reproduced_record,
+    write,
 )
 
 from regrepro import judge
@@ -195,13 +196,6 @@ def test_not_knowing_a_fact_is_a_difference() -> None:
     one = {"node": {"nvidia_driver": "550.67"}}
     (found,) = differences(one, {"node": {}})
     assert found.sentence() == "node.nvidia_driver: 550.67 → not known"
-
-
-def write(directory: Path, record: Record) -> Path:
-    directory.mkdir()
-    lines = [record.header, *record.events]
-    (directory / "record.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return directory
 
 
 def test_the_command_says_it_in_words_and_by_its_exit_code(tmp_path: Path) -> None:

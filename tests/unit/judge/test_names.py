@@ -12,6 +12,7 @@ from scenario_files import GOOD, load
 from regrepro.compare import compare
 from regrepro.judge import judge_record, questions
 from regrepro.judge.names import name_of, names_of
+from regrepro.record import key_of
 
 VARIANT = {"scenario": "file", "variant": "memfd"}
 
@@ -19,6 +20,12 @@ VARIANT = {"scenario": "file", "variant": "memfd"}
 @pytest.mark.parametrize("item", [{"scenario": "file"}, {"scenario": "file", "variant": "default"}])
 def test_a_scenario_without_variants_has_one_name(item: dict[str, Any]) -> None:
     assert (name_of(item), names_of(item)) == ("file", ("file",))
+
+
+def test_each_failure_that_watch_caught_has_a_name_of_its_own() -> None:
+    item = {"scenario": "watch", "variant": "default", "failure": "failure-1"}
+    assert (name_of(item), names_of(item)) == ("watch (failure-1)", ("watch", "watch (failure-1)"))
+    assert key_of(item) == ("watch", "failure-1")
 
 
 def test_a_variant_is_called_as_its_scenario_file_is(tmp_path: Path) -> None:
@@ -57,7 +64,9 @@ def test_what_is_required_may_be_said_by_each_name(required: tuple[str, ...], st
 
 
 def test_a_variant_is_compared_with_the_scenario_that_it_once_was() -> None:
-    [change] = compare(*verdicts(scenario="file_memfd"), *verdicts(**VARIANT)).changes
+    comparison = compare(*verdicts(scenario="file_memfd"), *verdicts(**VARIANT))
+    [change] = comparison.changes
+    assert comparison.answer.endswith(": file[memfd]")
     assert (change.scenario, change.part, change.direction) == ("file", "memfd", "same")
 
 

@@ -115,11 +115,11 @@ def test_a_wrong_cell_is_shown_as_wrong(tmp_path: Path, boots: list[Any]) -> Non
     cell["as_declared"] = False
     assert view.text(cell) == "WRONG: arguments (EINVAL)"
     assert engine.exit_code(table) == 10
-    markdown = view.markdown(table)
+    markdown = view.grid(table).markdown()
     assert "| `access_flags` | **WRONG: arguments (EINVAL)** |" in markdown
     assert "3 cells: 2 as declared, 1 wrong, 0 undecided, 0 with an unknown layer." in markdown
     terminal = io.StringIO()
-    view.show(table, terminal)
+    view.grid(table).show(terminal)
     assert "access_flags on 7.3: " in terminal.getvalue()
     table["faults"][0]["cells"]["7.3"] = None
     assert engine.exit_code(table) == 125

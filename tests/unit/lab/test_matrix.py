@@ -160,7 +160,7 @@ def test_a_cell_that_cannot_run_does_not_stop_the_others(worker: Path, tmp_path:
     assert states["6.1", "standin:pin"]["verdicts"][0]["verdict"] == "not-reproduced"
     assert engine.exit_code(matrix) == 125
     text = io.StringIO()
-    view.show(matrix, text)
+    view.grid(matrix).show(text)
     assert "could not be run" in text.getvalue()
     assert "no kernel 'broken'" in text.getvalue()
 
@@ -265,11 +265,11 @@ def test_tables(worker: Path, tmp_path: Path) -> None:
         ["movablecore=512M", "reproduced", "not-reproduced (pin)"],
     ]
     text = io.StringIO()
-    view.show(matrix, text)
-    made = view.markdown(matrix)
+    view.grid(matrix).show(text)
+    made = view.grid(matrix).markdown()
     assert "Made by `regrepro lab matrix --kernel 5.10 --kernel 6.1`" in made
     assert "| **reproduced** | not-reproduced (pin) |" in made
-    page = view.html(matrix)
+    page = view.grid(matrix).html()
     parser = HTMLParser()
     parser.feed(page)
     for shown in (text.getvalue(), made, page):

@@ -535,7 +535,7 @@ def test_the_command_writes_where_it_is_told(tmp_path: Path) -> None:
     assert "cannot write" in str(bad.exception)
 
 
-def test_each_variant_is_exported_by_its_own_name() -> None:
+def test_each_variant_is_exported_by_its_own_name(tmp_path: Path) -> None:
     builder = build.Builder()
     builder.memory_map()
     for variant in ("anonymous", "memfd"):
@@ -546,6 +546,8 @@ def test_each_variant_is_exported_by_its_own_name() -> None:
     record = builder.done()
     assert cprogram.exportable(record) == ["file[anonymous]", "file[memfd]"]
     assert cprogram.render(record, "file_memfd") == cprogram.render(record, "file[memfd]")
+    names = [finding.name for finding in build_report(load(build.write(tmp_path, record))).findings]
+    assert names == ["file[anonymous]", "file[memfd]"]
 
 
 def test_of_several_scenarios_the_nearest_to_a_driver_comes_first(tmp_path: Path) -> None:
