@@ -22,7 +22,8 @@ from guest_kernel import check, drain, quiet, results, skip
 
 from regrepro.core import cuda, memory
 from regrepro.errors import Unmet
-from regrepro.kernel import leftovers, pressure, zones
+from regrepro.kernel import pressure, procfs, reclaim, zones
+from regrepro.kernel.journal import Journal, journal_directory
 from regrepro.kernel.memoryblocks import online_movable
 from regrepro.kernel.memorymap import CMA, MOVABLE_ZONE, ORDINARY, UNPINNABLE, MemoryMap, read_memory_map
 from regrepro.kernel.pagestate import PageReader
@@ -113,7 +114,7 @@ def given_back(what: str, act: Callable[[], object]) -> None:
     check(f"{what}: memory is free again", left < 24 * MIB, f"{left // MIB} MiB less are free")
     groups = [str(path) for root in pressure.CGROUP_ROOTS for path in root.glob("regrepro-*")]
     check(f"{what}: no control group is left", not groups, groups)
-    held = [entry.name for entry in leftovers.journal_directory().glob("*.json")]
+    held = [entry.name for entry in journal_directory().glob("*.json")]
     check(f"{what}: the journal is empty", not held, held)
 
 
@@ -242,11 +243,11 @@ def killed_while_holding(memory_map: MemoryMap) -> None:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         for _ in range(100):
-            if leftovers.start_time(holder) is None:
+            if procfs.start_time(holder) is None:
                 break
             time.sleep(0.05)
-        check("killed: the holder ends with who held by it", leftovers.start_time(holder) is None)
-        said = leftovers.reclaim()
+        check("killed: the holder ends with who held by it", procfs.start_time(holder) is None)
+        said = reclaim.reclaim()
         check(
             "killed: the next start removes the control group", any("control group" in s for s in said), said
         )
@@ -289,7 +290,7 @@ def beside_gpu_jobs() -> None:
 
 
 def by_block(memory_map: MemoryMap, runs: int, node: int | None = None) -> None:
-    journal = leftovers.Journal()
+    journal = Journal()
     where = "" if node is None else f" on node {node}"
     try:
         block = online_movable(journal, memory_map=memory_map, node=node)

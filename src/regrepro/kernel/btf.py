@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import errno
 import struct
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from regrepro._core import ffi, lib
-
-BTF_PATH = Path("/sys/kernel/btf/vmlinux")
+from regrepro.kernel.procfs import BTF_PATH
 
 _MAGIC = 0xEB9F
 _ARRAY, _STRUCT, _UNION, _ENUM, _TYPEDEF, _VOLATILE, _CONST, _ENUM64 = 3, 4, 5, 6, 8, 9, 10, 19

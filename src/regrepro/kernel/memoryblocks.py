@@ -17,15 +17,16 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from regrepro.errors import Unmet, errno_name
-from regrepro.kernel.leftovers import Entry, Journal, ReclaimFailed
-from regrepro.kernel.memorymap import MemoryMap
-from regrepro.kernel.zones import read_meminfo
+from regrepro.kernel.journal import Entry, Journal, ReclaimFailed
+from regrepro.kernel.zones import PAGE_SIZE, read_meminfo
+
+if TYPE_CHECKING:
+    from regrepro.kernel.memorymap import MemoryMap
 
 MEMORY_BLOCKS = Path("/sys/devices/system/memory")
-PAGE_SIZE: int = os.sysconf("SC_PAGE_SIZE")
 
 _NETLINK_KOBJECT_UEVENT = 15  # include/uapi/linux/netlink.h
 

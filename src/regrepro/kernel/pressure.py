@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from regrepro.errors import EnvironmentProblem, Unmet
-from regrepro.kernel.leftovers import Entry, Journal
+from regrepro.kernel import procfs
+from regrepro.kernel.journal import Entry, Journal
 from regrepro.kernel.zones import PAGE_SIZE, Zone, read_meminfo, read_zones
 
 if TYPE_CHECKING:
@@ -235,11 +236,7 @@ class Stalls:
 
 def oom_kills() -> int | None:
     """Return how often the OOM killer has ended a process since boot; None before Linux 4.13."""
-    try:
-        found = re.search(r"^oom_kill (\d+)", Path("/proc/vmstat").read_text(), re.M)
-    except OSError:
-        return None
-    return int(found[1]) if found else None
+    return procfs.counts(procfs.text(procfs.VMSTAT) or "").get("oom_kill")
 
 
 # The control group
@@ -293,11 +290,7 @@ class Cgroup:
         """Return memory.events: `{"oom_kill": 0, …}`."""
         if self.path is None:
             return {}
-        try:
-            lines = (self.path / "memory.events").read_text().splitlines()
-        except OSError:
-            return {}
-        return {name: int(value) for name, value in (line.split() for line in lines)}
+        return procfs.counts(procfs.text(self.path / "memory.events") or "")
 
     def remove(self) -> None:
         """Remove it; its processes must be gone. What cannot be removed stays in the journal."""
@@ -595,8 +588,7 @@ class _Holder:
             signal.signal(number, signal.SIG_DFL)
         if not die_with_parent(self._parent):
             return
-        with contextlib.suppress(OSError):
-            Path("/proc/self/oom_score_adj").write_text("1000")
+        procfs.end_first_when_memory_runs_out()
         with contextlib.suppress(OSError):
             self._cgroup.enter()
         while True:

@@ -20,10 +20,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from regrepro.errors import EnvironmentProblem, errno_name
-from regrepro.kernel import trace_flags, trace_fs, trace_parse, trace_probes, trace_tree
+from regrepro.kernel import procfs, trace_flags, trace_fs, trace_parse, trace_probes, trace_tree
 
 if TYPE_CHECKING:
-    from regrepro.kernel.leftovers import Entry, Journal
+    from regrepro.kernel.journal import Entry, Journal
     from regrepro.kernel.trace_probes import Point
 
 PAGE_SIZE: int = os.sysconf("SC_PAGE_SIZE")
@@ -324,7 +324,7 @@ class Tracer:
         assert instance is not None
         try:
             tids = " ".join(sorted(path.name for path in Path(f"/proc/{pid}/task").iterdir()))
-            trace_fs.write_truncating(instance / "set_event_pid", tids or str(pid))
+            trace_fs.write(instance / "set_event_pid", tids or str(pid), os.O_TRUNC)
         except OSError as error:
             self._why = f"process {pid} cannot be followed: {_said(error)}"
 
@@ -531,7 +531,7 @@ _NOT_READ = {**_EMPTY, "status": "off", "why": "the call succeeded; its events w
 
 def _obstacle() -> str:
     """Return why tracing cannot work here, "" where nothing speaks against it. Changes nothing."""
-    mode = trace_fs.lockdown()
+    mode = procfs.lockdown()
     if mode == "confidentiality":
         return "the kernel is locked down (confidentiality), which forbids kprobes and tracefs"
     if os.geteuid() != 0:

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import os
 import struct
-from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 
+from regrepro.kernel import procfs
+from regrepro.kernel.procfs import BTF_PATH
 from regrepro.kernel.release import kernel_series, stock_series
-
-BTF_PATH = Path("/sys/kernel/btf/vmlinux")
 
 # include/linux/mm.h, v5.6 (which brought FOLL_PIN) to v6.2. Names that only some of these versions have keep
 # one value in all that have them; 0x80 was FOLL_SPLIT up to 5.13 and is FOLL_NOFAULT since 5.16.
@@ -142,13 +140,8 @@ def of_running_kernel() -> FlagNames:
     except OSError:
         blob = b""
     uname = os.uname()
-    return of_kernel(blob, uname.release, stock_series(uname.release, uname.version, _banner()) is not None)
-
-
-def _banner() -> str:
-    with suppress(OSError):
-        return Path("/proc/version").read_text(encoding="utf-8", errors="replace")
-    return ""
+    banner = procfs.text("/proc/version") or ""
+    return of_kernel(blob, uname.release, stock_series(uname.release, uname.version, banner) is not None)
 
 
 def of_kernel(blob: bytes, release: str, stock: bool) -> FlagNames:

@@ -7,17 +7,15 @@ import resource
 import struct
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from regrepro.errors import EnvironmentProblem
 from regrepro.kernel import trace_flags
 from regrepro.kernel.btf import Btf, BtfError
+from regrepro.kernel.procfs import INITIAL_PID_NAMESPACE, KALLSYMS, lockdown, pid_namespace
 from regrepro.kernel.trace_flags import FlagNames
-from regrepro.kernel.trace_fs import lockdown
 from regrepro.watch.bpf_engine import BpfEngine
 from regrepro.watch.correlate import Correlator
 from regrepro.watch.functions import (
-    KALLSYMS,
     MODULES,
     BtfFunctions,
     Functions,
@@ -44,13 +42,11 @@ def require_rights() -> None:
             why="it lets nobody follow it, root neither",
             hint="boot it with lockdown=integrity or without",
         )
-    with suppress(OSError):
-        own = Path("/proc/self/ns/pid").stat().st_ino
-        if own != 0xEFFFFFFC:  # PROC_PID_INIT_INO, include/linux/proc_ns.h
-            raise EnvironmentProblem(
-                "watch runs in a PID namespace of its own and would not find the node's processes",
-                hint="run it on the node itself, or in a container with the node's PIDs (hostPID: true)",
-            )
+    if pid_namespace() not in (INITIAL_PID_NAMESPACE, 0):
+        raise EnvironmentProblem(
+            "watch runs in a PID namespace of its own and would not find the node's processes",
+            hint="run it on the node itself, or in a container with the node's PIDs (hostPID: true)",
+        )
 
 
 @dataclass

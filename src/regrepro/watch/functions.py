@@ -16,7 +16,6 @@ from pathlib import Path
 from regrepro.kernel.btf import Btf, BtfError, Signature
 from regrepro.kernel.trace_probes import DRIVERS, Returns
 
-KALLSYMS = Path("/proc/kallsyms")
 BTF_DIRECTORY = Path("/sys/kernel/btf")
 
 # Where a request of a program enters: int (*)(struct uverbs_attr_bundle *), drivers/infiniband/core.

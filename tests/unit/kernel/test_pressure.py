@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from regrepro.core.memory import PAGE_SIZE
 from regrepro.errors import Unmet
 from regrepro.kernel import pressure
-from regrepro.kernel.leftovers import Journal
+from regrepro.kernel.journal import Journal
 from regrepro.kernel.zones import Zone
 
 ROOT = os.geteuid() == 0

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from regrepro.kernel import trace, trace_flags, trace_fs, trace_parse, trace_probes, trace_tree
+from regrepro.kernel import procfs, trace, trace_flags, trace_fs, trace_parse, trace_probes, trace_tree
 
 RECORDED = Path(__file__).parent / "trace"
 PAGE = 4096
@@ -515,7 +515,7 @@ class NoJournal:
 def test_without_rights_it_says_so_and_the_run_goes_on(
     monkeypatch: pytest.MonkeyPatch, lockdown: str, euid: int, word: str
 ) -> None:
-    monkeypatch.setattr(trace_fs, "lockdown", lambda: lockdown)
+    monkeypatch.setattr(procfs, "lockdown", lambda: lockdown)
     monkeypatch.setattr("os.geteuid", lambda: euid)
     tracer = trace.Tracer(NoJournal())  # type: ignore[arg-type]
     assert tracer.status()[0] is False
@@ -534,7 +534,7 @@ def test_without_rights_it_says_so_and_the_run_goes_on(
 def test_without_kprobes_or_write_access_it_says_which(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trace_fs, "lockdown", lambda: "")
+    monkeypatch.setattr(procfs, "lockdown", lambda: None)
     monkeypatch.setattr("os.geteuid", lambda: 0)
     monkeypatch.setattr(trace_fs, "PLACES", (tmp_path,))
     (tmp_path / "trace_clock").touch()
@@ -545,7 +545,7 @@ def test_without_kprobes_or_write_access_it_says_which(
 
 
 def test_a_kernel_without_tracefs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trace_fs, "lockdown", lambda: "")
+    monkeypatch.setattr(procfs, "lockdown", lambda: None)
     monkeypatch.setattr("os.geteuid", lambda: 0)
     monkeypatch.setattr(trace_fs, "PLACES", (tmp_path / "none",))
     monkeypatch.setattr(trace_fs, "kernel_has_tracefs", lambda: False)
