@@ -25,6 +25,6 @@ def test_what_is_cut_short_is_left_out(cut: int) -> None:
 
 
 def test_a_device_that_is_not_there() -> None:
-    with pytest.raises(OSError, match="device|not supported") as caught:
+    with pytest.raises(OSError, match=r"device|not supported") as caught:
         netlink.rdma_index("no-such-device")
     assert caught.value.errno in (errno.ENODEV, errno.EPROTONOSUPPORT)
