@@ -27,7 +27,7 @@ import numpy as np
 from regrepro import reservations
 from regrepro.core import memory, pins
 from regrepro.errors import Unmet
-from regrepro.kernel import node, pressure, reclaim, zones
+from regrepro.kernel import node, reclaim, zones
 from regrepro.kernel.journal import Journal, journal_directory
 from regrepro.kernel.memoryblocks import MemoryBlock, block_size, candidates, online_movable
 from regrepro.kernel.memorymap import (
@@ -41,6 +41,7 @@ from regrepro.kernel.memorymap import (
 )
 from regrepro.kernel.pageblocks import BitmapLayout, read_pagetypeinfo
 from regrepro.kernel.pagestate import GUP_PIN_COUNTING_BIAS, STATE_NAMES, PageReader, PageState
+from regrepro.kernel.pressure.stalls import oom_kills
 
 PAGE = memory.PAGE_SIZE
 PIN_TAKERS: dict[str, Callable[[int, int], pins.HeldPin]] = {
@@ -231,7 +232,7 @@ def churn(seconds: float) -> None:
     for work in (hog, stir, fill):
         workers.append(multiprocessing.Process(target=work, daemon=True))
     before = free_unpinnable()
-    kills = pressure.oom_kills()
+    kills = oom_kills()
     for worker in workers:
         worker.start()
     passed = attempts = rounds = compared = moved_zones = 0
@@ -258,7 +259,7 @@ def churn(seconds: float) -> None:
     note = f"{time.monotonic() - began:.0f} s: {counts}, {compared} counts compared, {attempts} attempts"
     check(f"churn: self-check passed in all of {rounds} maps", passed == rounds, f"{note} {differences[:4]}")
     check("churn: zones equal /proc/zoneinfo in each", moved_zones == 0, f"{moved_zones} did not")
-    check("churn: no process was ended for want of memory", pressure.oom_kills() == kills)
+    check("churn: no process was ended for want of memory", oom_kills() == kills)
 
 
 def free_unpinnable() -> int:

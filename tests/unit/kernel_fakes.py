@@ -11,6 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
+from regrepro.kernel.zones import Zone
+
 PAGE = os.sysconf("SC_PAGE_SIZE")
 PAGE_SHIFT = PAGE.bit_length() - 1
 
@@ -377,3 +379,12 @@ def write_kallsyms(
     if form == "self":
         del places["relative_base"]
     return blob, "".join(f"SYMBOL(kallsyms_{name})={place:x}\n" for name, place in places.items())
+
+
+def zone(node: int, name: str, free: int, free_cma: int | None = None, **more: int) -> Zone:
+    """Return a populated zone of free pages, managed 64 times that."""
+    managed = more.pop("managed", 64 * free)
+    made = Zone(node, name, 1, managed, managed, managed, free, free_cma=free_cma)
+    for key, value in more.items():
+        setattr(made, key, value)
+    return made

@@ -62,11 +62,16 @@ def pid_namespace() -> int:
         return 0
 
 
+def stat_fields(pid: int, proc: Path = Path("/proc")) -> list[str]:
+    """Return what /proc/PID/stat says after the name, from the state on; empty where there is no process."""
+    return (text(proc / str(pid) / "stat") or "").rpartition(")")[2].split()
+
+
 def start_time(pid: int) -> int | None:
-    """Return a process' start time in clock ticks since boot (field 22 of /proc/PID/stat), None if there is
-    none, or only a zombie, which holds nothing any more.
+    """Return a process' start time in clock ticks since boot (field 22 of its stat), None if there is none,
+    or only a zombie, which holds nothing any more.
     """
-    fields = (text(f"/proc/{pid}/stat") or "").rpartition(")")[2].split()
+    fields = stat_fields(pid)
     return int(fields[19]) if fields and fields[0] not in ("Z", "X") else None
 
 

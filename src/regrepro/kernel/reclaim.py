@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from regrepro.kernel import journal, trace_fs
+from regrepro.kernel.busy import when_free
 from regrepro.kernel.journal import PREFIX, SCHEMA, Entry, ReclaimFailed, is_ours, replace_file
 from regrepro.kernel.memoryblocks import MemoryBlock
 from regrepro.kernel.procfs import boot_id, pid_namespace, start_time
@@ -177,16 +178,9 @@ def _reclaim_cgroup(data: dict[str, Any]) -> str | None:
         for pid in (path / "cgroup.procs").read_text().split():
             with suppress(OSError):
                 os.kill(int(pid), signal.SIGKILL)
-    deadline = time.monotonic() + 5
-    while True:
-        try:
-            path.rmdir()
-            _disable_memory_control(data)
-            return f"removed the control group {path.name} of a run that was killed"
-        except OSError as error:
-            if error.errno != errno.EBUSY or time.monotonic() > deadline:
-                raise
-            time.sleep(0.05)
+    when_free(path.rmdir, 5)
+    _disable_memory_control(data)
+    return f"removed the control group {path.name} of a run that was killed"
 
 
 def _disable_memory_control(data: dict[str, Any]) -> None:

@@ -7,16 +7,14 @@ another name is ever touched.
 
 from __future__ import annotations
 
-import errno
 import os
 import re
-import time
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 from regrepro.kernel import procfs
+from regrepro.kernel.busy import when_free
 from regrepro.kernel.procfs import INITIAL_PID_NAMESPACE, pid_namespace, start_time
 
 PLACES = (Path("/sys/kernel/tracing"), Path("/sys/kernel/debug/tracing"))
@@ -121,7 +119,7 @@ def remove_instance(tracefs: Path, name: str) -> bool:
     with suppress(OSError):
         write(path / "tracing_on", "0")
         write(path / "events" / "enable", "0")
-    _retry(path.rmdir)
+    when_free(path.rmdir)
     return True
 
 
@@ -139,24 +137,11 @@ def remove_group(tracefs: Path, group: str) -> int:
         if found and found["group"] == group:
             event = found["event"]
             try:
-                _retry(partial(append, file, f"-:{group}/{event}\n"))
+                when_free(partial(append, file, f"-:{group}/{event}\n"))
                 removed += 1
             except FileNotFoundError:
                 continue  # another start was faster
     return removed
-
-
-def _retry(step: Callable[[], object], limit: float = 2.0) -> None:
-    """Do a step that the kernel refuses with EBUSY while a reader is still letting go."""
-    deadline = time.monotonic() + limit
-    while True:
-        try:
-            step()
-            return
-        except OSError as error:
-            if error.errno != errno.EBUSY or time.monotonic() > deadline:
-                raise
-            time.sleep(0.02)
 
 
 def reclaim(tracefs: Path) -> list[str]:

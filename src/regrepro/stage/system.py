@@ -19,7 +19,7 @@ from regrepro.core.memory import gather, vma_lines
 from regrepro.errors import RegreproError, Unmet
 from regrepro.kernel import procfs
 from regrepro.kernel.pagestate import PageReader
-from regrepro.kernel.pressure import Pressure
+from regrepro.kernel.pressure.pressure import Pressure
 from regrepro.kernel.zones import Zone, read_meminfo, read_zones
 from regrepro.options import RunOptions
 from regrepro.stage import disk, hugepages
