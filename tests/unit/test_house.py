@@ -110,6 +110,54 @@ def test_a_lower_room_never_imports_a_higher_one() -> None:
             del waiting[room]
 
 
+def module_of(path: Path) -> str:
+    """Return the dotted name of a module."""
+    return ".".join(("regrepro", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Return the modules that import each other, of a graph of module → modules that it imports."""
+    reach = {name: set(may) for name, may in graph.items()}
+    for middle, beyond in reach.items():
+        for its in reach.values():
+            if middle in its:
+                its.update(beyond)
+    together = {tuple(sorted(other for other in its if name in reach[other])) for name, its in reach.items()}
+    return sorted(list(group) for group in together if group)
+
+
+def test_no_modules_of_a_package_import_each_other() -> None:
+    """An import within a function counts as any other: it hides a circle and does not end it."""
+    names = {module_of(path) for path in MODULES}
+    graph: dict[str, set[str]] = {}
+    for path in MODULES:
+        own = module_of(path)
+        package = own.split(".")[1:2]
+        found = {name if name in names else name.rpartition(".")[0] for _, name in imports(path)}
+        graph[own] = {name for name in found & names - {own} if name.split(".")[1:2] == package}
+    assert not circles(graph)
+
+
+# Class names that mean more than one thing. None may come in; whoever renames one takes it out.
+KNOWN_TWINS = """
+Buffer Caught Change Contract End Finding Interrupted Layer Layout Library Limits Lines Look Machine MemoryMap
+Moment PageState Pass Pin Plan Point Reader RecordLike Registration Settings ShortTermPin Silent Size _Program
+"""
+
+
+def test_a_class_name_stands_once() -> None:
+    """But for the Protocols of stage/ports.py, which say what the stage needs of the class of that name."""
+    where: dict[str, list[str]] = {}
+    for path in MODULES:
+        if module_of(path) == "regrepro.stage.ports":
+            continue
+        for name in re.findall(r"^class (\w+)", path.read_text(encoding="utf-8"), re.M):
+            where.setdefault(name, []).append(module_of(path))
+    twins = {name for name, places in where.items() if len(places) > 1}
+    known = set(KNOWN_TWINS.split())
+    assert twins == known, {name: where.get(name) for name in twins ^ known}
+
+
 def tracked_files() -> list[Path]:
     done = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=False)
     if done.returncode != 0:

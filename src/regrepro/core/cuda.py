@@ -18,6 +18,8 @@ from pathlib import Path
 from types import TracebackType
 
 from regrepro._core import ffi, lib
+from regrepro.core.cuda_errors import INSUFFICIENT_DRIVER
+from regrepro.core.cuda_errors import CudaError as CudaError  # noqa: PLC0414 - who calls Cuda catches it
 from regrepro.core.cuda_properties import PATH_ATTRIBUTES, Properties, gather
 from regrepro.errors import EnvironmentProblem, UsageError, errno_name
 
@@ -32,47 +34,6 @@ MEMORY_TYPES = {0: "unregistered", 1: "host", 2: "device", 3: "managed"}
 
 STAND_IN_MODES = ("standin:pin", "standin:longterm")
 MODES = ("auto", "real", *STAND_IN_MODES, "none")
-
-_INSUFFICIENT_DRIVER = 35
-_NO_DEVICE = 100
-_STUB_LIBRARY = 34
-_DRIVER_MISMATCH = 803
-
-_EXPLAINED = {
-    _INSUFFICIENT_DRIVER: "no NVIDIA driver is loaded, or it is older than this CUDA runtime; "
-    "load the driver (nvidia-smi shows it) or install a runtime that is not newer than it",
-    _NO_DEVICE: "the driver answers, but it shows no GPU to this process; "
-    "look at nvidia-smi, CUDA_VISIBLE_DEVICES and the container's device list",
-    _STUB_LIBRARY: "the libcuda that was found is the toolkit's stub; "
-    "put the driver's own first on the library path",
-    _DRIVER_MISMATCH: "the libcuda in user space and the loaded kernel module are of different versions; "
-    "reload the module or reboot",
-}
-
-
-class CudaError(Exception):
-    """A CUDA call failed. `code` is CUDA's own number, `name` its own name, `call` the entry point.
-
-    `errno` is the system call's errno behind it where that is known (the stand-in tells it), else None.
-    """
-
-    def __init__(
-        self, call: str, code: int, name: str, text: str = "", errno_value: int | None = None
-    ) -> None:
-        self.call = call
-        self.code = code
-        self.name = name
-        self.text = text
-        self.errno = errno_value
-        explained = _EXPLAINED.get(code) if code > 0 else None
-        line = f"{call}: {name}"
-        if text:
-            line += f", {text}"
-        if errno_value:
-            line += f" ({os.strerror(errno_value)})"
-        if explained:
-            line += f" ({explained})"
-        super().__init__(line)
 
 
 @dataclass(frozen=True)
@@ -408,7 +369,7 @@ def _open_real(gpu: int) -> Cuda:
             return cuda
         except CudaError as error:
             first_error = first_error or error
-            if error.code != _INSUFFICIENT_DRIVER:
+            if error.code != INSUFFICIENT_DRIVER:
                 break
     if first_error is None:
         raise EnvironmentProblem(

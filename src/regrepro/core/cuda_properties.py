@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
+from regrepro.core.cuda_errors import CudaError
 from regrepro.core.cuda_python import CudaPython, Refused
 
 if TYPE_CHECKING:
@@ -148,8 +149,6 @@ class _Core:
         return self._told(partial(self._cuda.attribute, number))
 
     def _told(self, call: Callable[[int], _Value]) -> _Value:
-        from regrepro.core.cuda import CudaError
-
         try:
             return call(self._device)
         except CudaError as error:

@@ -18,7 +18,7 @@ BTF_PATH = Path("/sys/kernel/btf/vmlinux")
 INITIAL_PID_NAMESPACE = 0xEFFFFFFC  # PROC_PID_INIT_INO, include/linux/proc_ns.h
 
 
-class Mount(NamedTuple):
+class Mounted(NamedTuple):
     """One line of /proc/self/mounts: where a file system is mounted, and its type."""
 
     place: Path
@@ -75,11 +75,11 @@ def start_time(pid: int) -> int | None:
     return int(fields[19]) if fields and fields[0] not in ("Z", "X") else None
 
 
-def mounts() -> Iterator[Mount]:
+def mounts() -> Iterator[Mounted]:
     """Yield what is mounted for this process. Raises OSError."""
     for line in Path("/proc/self/mounts").read_text(encoding="utf-8", errors="replace").splitlines():
         _, place, kind, *_ = line.split(" ")
-        yield Mount(Path(place), kind)
+        yield Mounted(Path(place), kind)
 
 
 def cgroup2_root() -> Path | None:
