@@ -50,7 +50,6 @@ int rr_cuda_runtime_version(struct rr_cuda *cuda, int *version);
 int rr_cuda_driver_version(struct rr_cuda *cuda, int *version);
 int rr_cuda_device_count(struct rr_cuda *cuda, int *count);
 int rr_cuda_set_device(struct rr_cuda *cuda, int device);
-int rr_cuda_device_synchronize(struct rr_cuda *cuda);
 
 int rr_cuda_host_alloc(struct rr_cuda *cuda, uint64_t *address, size_t length, unsigned int flags);
 int rr_cuda_free_host(struct rr_cuda *cuda, uint64_t address);

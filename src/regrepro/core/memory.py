@@ -320,11 +320,6 @@ class GatherError(OSError):
     moved: int = 0
 
 
-def move_page(source_address: int, target_address: int) -> None:
-    """Move one page to `target_address` by mremap; see `gather()`."""
-    gather([source_address], target_address)
-
-
 def gather(sources: npt.NDArray[np.uint64] | Sequence[int] | Iterable[int], target_address: int) -> None:
     """Move pages, one after another, to consecutive addresses from `target_address` on.
 

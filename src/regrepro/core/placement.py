@@ -25,13 +25,6 @@ def allocate_on_node(node: int | None) -> None:
         raise OSError(-status, f"memory of NUMA node {node} alone: {os.strerror(-status)}")
 
 
-def map_on_node(address: int, length: int, node: int) -> None:
-    """Have a mapping allocate on one NUMA node, whoever touches it (mbind). Raises OSError."""
-    status = lib.rr_map_on_node(address, length, node)
-    if status and node:
-        raise OSError(-status, f"memory of NUMA node {node} alone: {os.strerror(-status)}")
-
-
 _THP = Path("/sys/kernel/mm/transparent_hugepage")
 
 

@@ -252,19 +252,10 @@ class MemoryMap:
         """Return the place of each PFN as a code of PLACE_NAMES; PFN 0 (no page) is ABSENT."""
         return self.locate(pfns)[0]
 
-    def nodes_of(self, pfns: NDArray[np.uint64]) -> NDArray[np.int32]:
-        """Return the NUMA node of each PFN, -1 where it is not known."""
-        return self.locate(pfns)[1]
-
     @property
     def placed_by(self) -> str:
         """The source that decides a page's place."""
         return "/proc/zoneinfo" if self.sections is None else "pageblock bitmap by /proc/kcore"
-
-    @property
-    def unpinnable_pages(self) -> int:
-        """Number of pages in `unpinnable_ranges` (of a zone with holes: of its span)."""
-        return sum(end - first for first, end, _ in self.unpinnable_ranges)
 
     def as_record(self) -> dict[str, Any]:
         """Return the keys of event `memory-map` (docs/record.md)."""

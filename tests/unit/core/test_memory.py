@@ -273,7 +273,7 @@ def test_the_sources_stay_reserved() -> None:
             memory.gather(gather_sources(source, list(range(8))), target.address)
             for index in range(8):
                 assert memory.vma_line(source.address + index * PAGE_SIZE) != ""
-            memory.move_page(target.address, source.address)
+            memory.gather([target.address], source.address)
             assert present(source.address, 1) == [True]
 
 

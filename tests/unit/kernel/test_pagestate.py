@@ -8,10 +8,10 @@ import mmap
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -210,57 +210,73 @@ def test_references_above_the_baseline() -> None:
     assert made().references_above_baseline() is None
 
 
-def raw(**columns: list[int]) -> np.ndarray:
-    rows = np.zeros(len(next(iter(columns.values()))), dtype=pages.STRUCT_PAGE)
-    rows["known"], rows["nr_pages"] = 1, 1
-    for name, values in columns.items():
-        rows[name] = values
-    return rows
+BASE = 0xFFFFEA0000000000
+# Of a kernel on paper, which keeps all of a folio's counts in its head page.
+LAYOUT = pages.PageLayout(
+    page_struct_size=64,
+    section_shift=15,
+    flags=0,
+    refcount=52,
+    mapcount=48,
+    compound=8,
+    pincount=28,
+    large_mapcount=16,
+    nr_pages=56,
+    head_bit=6,
+    compound_may_be_mask=True,
+)
+
+
+class Memmap:
+    """Struct pages from PFN 0 on, all free and mapped nowhere."""
+
+    def __init__(self, count: int, layout: pages.PageLayout = LAYOUT) -> None:
+        self.layout = layout
+        self.memory = np.zeros(count * 64, dtype=np.uint8)
+        for pfn in range(count):
+            self.put(pfn, 48, -1)
+
+    def put(self, pfn: int, at: int, value: int, width: int = 4) -> None:
+        self.memory[pfn * 64 + at : pfn * 64 + at + width] = list(
+            (value % (1 << 8 * width)).to_bytes(width, "little")
+        )
+
+    def page(
+        self, pfn: int, refcount: int, mapcount: int = 0, *, large: int = 0, pincount: int = 0, pages: int = 1
+    ) -> None:
+        """A page; `large`: how often it is mapped, which makes it a large folio of so many `pages`."""
+        self.put(pfn, 0, (1 << 6) * (large > 0), 8)
+        for at, value in ((52, refcount), (48, mapcount - 1), (28, pincount), (16, large - 1), (56, pages)):
+            self.put(pfn, at, value)
+
+    def counts(
+        self, entries: pages.PagemapEntries, flags: np.ndarray | None, large: np.ndarray
+    ) -> pages.PageCounts:
+        fd = os.memfd_create("kcore")
+        try:
+            os.write(fd, self.memory.tobytes())
+            sections = np.array([0], dtype=np.uint64), np.array([BASE], dtype=np.uint64)
+            segments = pages.Segments([(BASE, len(self.memory), 0)])
+            return segments.read_counts(fd, *sections, self.layout, entries, flags, pagestate._BITS, large)
+        finally:
+            os.close(fd)
+
+
+NO_SUM = replace(LAYOUT, mapcount_is_entire=True)
+NOT_READ = replace(LAYOUT, large_mapcount=-1)
 
 
 @pytest.mark.parametrize(
-    ("what", "flags", "file", "columns", "maps", "entire", "expected"),
+    ("what", "flags", "file", "page", "layout", "expected"),
     [
-        ("anonymous", 0, False, {"refcount": [1]}, 1, False, 1),
-        ("anonymous in the swap cache", 1 << KPF_SWAPCACHE, False, {"refcount": [2]}, 1, False, 2),
-        ("page cache with buffers", 1 << KPF_PRIVATE, True, {"refcount": [3]}, 1, False, 3),
-        ("shared memory in two mappings", 0, True, {"refcount": [3]}, 2, False, 3),
-        (
-            "huge page",
-            1 << KPF_THP,
-            False,
-            {"large": [1], "large_mapcount": [1], "nr_pages": [512]},
-            1,
-            False,
-            1,
-        ),
-        (
-            "huge page of shmem",
-            1 << KPF_THP,
-            True,
-            {"large": [1], "large_mapcount": [1], "nr_pages": [512]},
-            1,
-            False,
-            513,
-        ),
-        (
-            "huge page, mapped by page, no sum kept",
-            1 << KPF_THP,
-            False,
-            {"large": [1], "mapcount": [1]},
-            1,
-            True,
-            -1,
-        ),
-        (
-            "huge page, its counts not read",
-            1 << KPF_THP,
-            False,
-            {"large": [1], "large_mapcount": [-1]},
-            1,
-            False,
-            -1,
-        ),
+        ("anonymous", 0, False, {"refcount": 1}, LAYOUT, 1),
+        ("anonymous in the swap cache", 1 << KPF_SWAPCACHE, False, {"refcount": 2}, LAYOUT, 2),
+        ("page cache with buffers", 1 << KPF_PRIVATE, True, {"refcount": 3}, LAYOUT, 3),
+        ("shared memory in two mappings", 0, True, {"refcount": 3, "mapcount": 2}, LAYOUT, 3),
+        ("huge page", 1 << KPF_THP, False, {"large": 1, "pages": 512}, LAYOUT, 1),
+        ("huge page of shmem", 1 << KPF_THP, True, {"large": 1, "pages": 512}, LAYOUT, 513),
+        ("huge page, mapped by page, no sum kept", 1 << KPF_THP, False, {"large": 1}, NO_SUM, -1),
+        ("huge page, its counts not read", 1 << KPF_THP, False, {"large": 1}, NOT_READ, -1),
     ],
 )
 def test_baseline(
@@ -268,18 +284,18 @@ def test_baseline(
     what: str,
     flags: int,
     file: bool,
-    columns: dict[str, list[int]],
-    maps: int,
-    entire: bool,
+    page: dict[str, int],
+    layout: pages.PageLayout,
     expected: int,
 ) -> None:
-    rows = raw(**({"refcount": [1], "mapcount": [maps]} | columns))
-    found, _ = counted([pages.PM_PRESENT | int(file) << 61 | 5], [flags], rows, entire=entire)
+    memmap = Memmap(8, layout)
+    memmap.page(5, **{"refcount": 1, "mapcount": 1, **page})
+    found, _ = counted(memmap, [pages.PM_PRESENT | int(file) << 61 | 5], [flags])
     assert found.baseline is not None and found.baseline.tolist() == [expected], what
 
 
 def counted(
-    entries: list[int], flags: list[int] | None, rows: np.ndarray, *, entire: bool = False
+    memmap: Memmap, entries: list[int], flags: list[int] | None
 ) -> tuple[pages.PageCounts, np.ndarray]:
     taken = pages.decode_pagemap(np.array(entries, dtype=np.uint64))
     large = np.zeros(len(entries), dtype=bool)
@@ -287,7 +303,7 @@ def counted(
     if known is not None:
         place = np.zeros(len(entries), dtype=np.uint8)
         large = pages.flag_pages(taken, known, pagestate._BITS, place, UNKNOWN)
-    return pages.count_pages(taken, known, rows, pagestate._BITS, large, entire_only=entire), large
+    return memmap.counts(taken, known, large), large
 
 
 def test_what_is_in_a_page_table_entry_is_called_alike_in_c() -> None:
@@ -324,8 +340,10 @@ def test_zero_and_special_pages_are_told_by_their_flags_and_have_no_baseline() -
     assert taken.state.tolist() == [ZERO_PAGE, SPECIAL, SPECIAL, PRESENT, PRESENT, NOT_PRESENT]
     assert place.tolist() == [0, 0, UNKNOWN, 0, 0, 0]
     assert large.tolist() == [False, False, False, False, True, False]
-    rows = raw(refcount=[9, 9, 9, 2, 3, 0], mapcount=[1] * 6, known=[1, 1, 1, 1, 1, 0])
-    found = pages.count_pages(taken, bits, rows, pagestate._BITS, large, entire_only=False)
+    memmap = Memmap(8)
+    for pfn, references in enumerate((9, 9, 9, 2, 3), start=1):
+        memmap.page(pfn, references, 1)
+    found = memmap.counts(taken, bits, large)
     assert found.baseline is not None and found.baseline.tolist() == [-1, -1, -1, 1, 1, -1]
     assert found.mapcount.tolist() == [-1, -1, -1, 1, 1, -1]
     assert found.unmapped.tolist() == [True, True, True, False, False, False] and found.missing == 0
@@ -333,12 +351,14 @@ def test_zero_and_special_pages_are_told_by_their_flags_and_have_no_baseline() -
 
 def test_counts_of_small_and_large_pages_and_of_what_could_not_be_read() -> None:
     entries = [pages.PM_PRESENT | pfn for pfn in (1, 2, 3)]
-    rows = raw(refcount=[5, 600, 0], mapcount=[2, 0, 0], pincount=[9, 7, 0], large=[0, 1, 0], known=[1, 1, 0])
-    found, large = counted(entries, [0, 0, 0], rows)
+    memmap = Memmap(8)
+    memmap.page(1, 5, 2, pincount=9)
+    memmap.page(2, 600, large=1, pincount=7)
+    found, large = counted(memmap, entries, [0, 0, 0])
     assert found.refcount.tolist() == [5, 600, -1] and found.pincount.tolist() == [0, 7, -1]
     assert found.mapcount.tolist() == [2, -1, -1] and found.unmapped.tolist() == [False, True, True]
     assert found.missing == 1 and large.tolist() == [False, True, False]
-    without, _ = counted(entries, None, rows)
+    without, _ = counted(memmap, entries, None)
     assert without.baseline is None and without.refcount.tolist() == [5, 600, -1]
 
 
@@ -411,73 +431,35 @@ def test_reads_that_fail_raise_the_errno() -> None:
         pages.read_entries_at(-1, np.array([1], dtype=np.uint64))
 
 
-def assert_counted_alike(segments: pages.Segments, where: tuple[Any, ...], pfns: np.ndarray) -> None:
-    """Whether struct pages are kept or not, the counts are the same."""
-    flags = np.where(pfns % 3 == 0, np.uint64(1 << KPF_SWAPCACHE), np.uint64(0))
-    raw_entries = np.where(pfns > 0, pfns | np.uint64(pages.PM_PRESENT), np.uint64(0))
-    taken, large = pages.decode_pagemap(raw_entries), np.zeros(len(pfns), dtype=bool)
-    together = segments.read_counts(*where, taken, flags, pagestate._BITS, large)
-    large_apart = np.zeros(len(pfns), dtype=bool)
-    rows = segments.struct_pages(*where, pfns)
-    apart = pages.count_pages(taken, flags, rows, pagestate._BITS, large_apart, entire_only=False)
-    for name, values in vars(apart).items():
-        assert np.array_equal(getattr(together, name), values), name
-    assert np.array_equal(large, large_apart) and large.sum() == (pfns >= 512).sum()
-
-
 def test_struct_pages_of_a_kernel_on_paper() -> None:
     """Small, head and tail pages; a tail by pointer and by mask; a page outside; a freed one."""
-    layout = pages.PageLayout(
-        page_struct_size=64,
-        section_shift=15,
-        flags=0,
-        refcount=52,
-        mapcount=48,
-        compound=8,
-        pincount=64 + 28,
-        large_mapcount=64 + 16,
-        nr_pages=64 + 56,
-        head_bit=6,
-        compound_may_be_mask=True,
-    )
-    base = 0xFFFFEA0000000000
-    memory = np.zeros(1024 * 64, dtype=np.uint8)
-
-    def put(pfn: int, at: int, value: int, width: int) -> None:
-        memory[pfn * 64 + at : pfn * 64 + at + width] = list(
-            (value % (1 << 8 * width)).to_bytes(width, "little")
-        )
-
-    for pfn in range(1024):
-        put(pfn, 48, -1, 4)
-    put(5, 52, 1025, 4)
-    put(5, 48, 0, 4)
-    put(512, 0, 1 << 6, 8)
-    put(512, 52, 3, 4)
+    memmap = Memmap(1024, replace(LAYOUT, pincount=64 + 28, large_mapcount=64 + 16, nr_pages=64 + 56))
+    memmap.page(5, 1025, 1)
+    memmap.put(512, 0, 1 << 6, 8)
+    memmap.put(512, 52, 3)
     for pfn in range(513, 1024):
-        put(pfn, 8, -(512 * 64) % (1 << 64) | 1 if pfn % 2 else (base + 512 * 64) | 1, 8)
-    put(513, 16, 0, 4)
-    put(513, 28, 2, 4)
-    put(513, 56, 512, 4)
-    fd = os.memfd_create("kcore")
-    try:
-        os.write(fd, memory.tobytes())
-        segments = pages.Segments([(base, len(memory), 0)])
-        where = (fd, np.array([0], dtype=np.uint64), np.array([base], dtype=np.uint64), layout)
-        found = segments.struct_pages(
-            *where, np.array([1023, 5, 0, 512, 700, 9, 701, 5000, 1 << 20], dtype=np.uint64)
-        )
-        in_runs = np.tile(np.arange(1024, dtype=np.uint64), 10)  # more than are looked at together
-        for pfns in (in_runs, np.random.default_rng(3).permutation(in_runs), in_runs[:0]):
-            assert_counted_alike(segments, where, pfns)
-    finally:
-        os.close(fd)
-    assert found["known"].tolist() == [1, 1, 0, 1, 1, 0, 1, 0, 0]
-    assert found["head"].tolist()[:7] == [512, 5, 0, 512, 512, 9, 512]
-    assert found["refcount"].tolist()[:7] == [3, 1025, 0, 3, 3, 0, 3]
-    assert found["pincount"][[0, 3, 4, 6]].tolist() == [2] * 4
-    assert found["large_mapcount"][[0, 3]].tolist() == [1, 1] and found["nr_pages"][0] == 512
-    assert found["large"].tolist()[:2] == [1, 0] and found["mapcount"][1] == 1
+        memmap.put(pfn, 8, -(512 * 64) % (1 << 64) | 1 if pfn % 2 else (BASE + 512 * 64) | 1, 8)
+    for at, value in ((16, 0), (28, 2), (56, 512)):
+        memmap.put(513, at, value)
+
+    def counts(pfns: np.ndarray) -> tuple[pages.PageCounts, np.ndarray]:
+        entries = np.where(pfns > 0, pfns | np.uint64(pages.PM_PRESENT | pages.PM_FILE), np.uint64(0))
+        large = np.zeros(len(pfns), dtype=bool)
+        return memmap.counts(pages.decode_pagemap(entries), np.zeros_like(pfns), large), large
+
+    found, large = counts(np.array([1023, 5, 0, 512, 700, 9, 701, 5000, 1 << 20], dtype=np.uint64))
+    assert found.refcount.tolist() == [3, 1025, -1, 3, 3, -1, 3, -1, -1]
+    assert found.pincount.tolist() == [2, 0, -1, 2, 2, -1, 2, -1, -1]
+    assert found.mapcount.tolist() == [-1, 1, -1, -1, -1, -1, -1, -1, -1]
+    assert found.baseline is not None
+    assert found.baseline.tolist() == [513, 2, -1, 513, 513, -1, 513, -1, -1]
+    assert large.tolist() == [True, False, False, True, True, False, True, False, False]
+    assert found.missing == 3
+    in_runs = np.tile(np.arange(1024, dtype=np.uint64), 10)  # more than are looked at together
+    for pfns in (in_runs, np.random.default_rng(3).permutation(in_runs), in_runs[:0]):
+        found, large = counts(pfns)
+        assert np.array_equal(found.refcount, np.where(pfns >= 512, 3, np.where(pfns == 5, 1025, -1)))
+        assert np.array_equal(large, pfns >= 512)
 
 
 def test_mmap_module_pages_too(reader: PageReader) -> None:
