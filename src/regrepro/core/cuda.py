@@ -15,9 +15,9 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 from regrepro._core import ffi, lib
+from regrepro.core.calls import Closing
 from regrepro.core.cuda_errors import INSUFFICIENT_DRIVER
 from regrepro.core.cuda_errors import CudaError as CudaError  # noqa: PLC0414 - who calls Cuda catches it
 from regrepro.core.cuda_properties import PATH_ATTRIBUTES, Properties, gather
@@ -72,7 +72,7 @@ def _flags(names: tuple[str, ...], table: dict[str, int], call: str) -> int:
     return value
 
 
-class Cuda:
+class Cuda(Closing):
     """One opened CUDA: a runtime library and, where there is one, a driver library. Use in one process only.
 
     CUDA does not survive `fork()` once it has been used: open it in the process that uses it.
@@ -94,14 +94,6 @@ class Cuda:
             longterm = mode == "standin:longterm"
             self._check(lib.rr_cuda_stand_in_contract(self._handle, longterm), "regrepro_standin_contract")
             self.stand_in = "standin:longterm" if longterm else "standin:pin"
-
-    def __enter__(self) -> Cuda:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Give the libraries back (NVIDIA's stay loaded to the end: unloading them is not safe)."""

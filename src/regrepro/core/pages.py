@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from regrepro._core import ffi, lib
+from regrepro.core.calls import check
 
 PAGE_SIZE: int = os.sysconf("SC_PAGE_SIZE")
 
@@ -52,16 +53,10 @@ class PageLayout:
     mapcount_is_entire: bool = False
 
 
-def _check(error: int, what: str) -> None:
-    if error < 0:
-        raise OSError(-error, f"{what}: {os.strerror(-error)}")
-
-
 def read_pagemap(fd: int, address: int, pages: int) -> NDArray[np.uint64]:
     """Return the raw pagemap entries of `pages` pages from `address` on. Raises OSError."""
     out = np.empty(pages, dtype=np.uint64)
-    error = lib.rr_read_entries(fd, address // PAGE_SIZE, pages, ffi.from_buffer("uint64_t[]", out))
-    _check(error, "pagemap")
+    check(lib.rr_read_entries(fd, address // PAGE_SIZE, pages, ffi.from_buffer("uint64_t[]", out)), "pagemap")
     return out
 
 
@@ -246,7 +241,7 @@ def _read_entries_in_order(fd: int, indexes: NDArray[np.uint64]) -> NDArray[np.u
         NO_PFN,
         ffi.from_buffer("uint64_t[]", out),
     )
-    _check(error, "kpage file")
+    check(error, "kpage file")
     return out
 
 
@@ -290,7 +285,7 @@ class Segments:
             ffi.from_buffer("uint8_t[]", out),
             ffi.from_buffer("uint8_t[]", ok),
         )
-        _check(error, "/proc/kcore")
+        check(error, "/proc/kcore")
         return out, ok.astype(bool)
 
     def read_counts(  # noqa: PLR0917 - where struct pages lie, and what is known of the pages already
@@ -340,7 +335,7 @@ class Segments:
             out,
             missing,
         )
-        _check(error, "/proc/kcore")
+        check(error, "/proc/kcore")
         return PageCounts(
             refcount, mapcount, pincount, None if flags is None else baseline, unmapped, int(missing[0])
         )

@@ -13,6 +13,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from regrepro.core.calls import Closing
 from regrepro.errors import EnvironmentProblem
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ class PyverbsMemoryRegion:
         self._mr = None
 
 
-class PyverbsRegistrar:
+class PyverbsRegistrar(Closing):
     """A device and one PD, both of pyverbs. A context manager.
 
     Raises EnvironmentProblem without pyverbs or without a device of this name, OSError when opening fails.
@@ -150,9 +151,3 @@ class PyverbsRegistrar:
         context, self._context = self._context, None
         if context is not None:
             _call("Context.close", context.close)
-
-    def __enter__(self) -> PyverbsRegistrar:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from regrepro.core.calls import Closing
 from regrepro.errors import EnvironmentProblem
 from regrepro.kernel.procfs import boot_id, pid_namespace, start_time
 
@@ -67,7 +68,7 @@ def journal_directory() -> Path:
     )
 
 
-class Journal:
+class Journal(Closing):
     """The journal of this process. The file exists while there is something to give back.
 
     A forked child that adds an entry gets a journal of its own, since it can die by itself; what it inherited
@@ -81,12 +82,6 @@ class Journal:
         self._entries: dict[int, Entry] = {}
         self._next = 1
         self._pid = os.getpid()
-
-    def __enter__(self) -> Journal:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     @property
     def entries(self) -> list[Entry]:
