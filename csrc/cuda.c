@@ -222,7 +222,7 @@ FORWARD(rr_cuda_host_unregister, host_unregister,
 	(struct rr_cuda *cuda, uint64_t address), ((void *)(uintptr_t)address))
 FORWARD(rr_cuda_free, free_device, (struct rr_cuda *cuda, uint64_t address), ((void *)(uintptr_t)address))
 
-int rr_cuda_host_alloc(struct rr_cuda *cuda, uint64_t *address, size_t length, unsigned int flags)
+int rr_cuda_host_alloc(struct rr_cuda *cuda, size_t length, unsigned int flags, uint64_t *address)
 {
 	void *host = NULL;
 	int error = cuda->host_alloc ? cuda->host_alloc(&host, length, flags) : -ENOSYS;
@@ -256,7 +256,7 @@ int rr_cuda_pointer_attributes(struct rr_cuda *cuda, uint64_t address, struct rr
 	return error;
 }
 
-int rr_cuda_malloc(struct rr_cuda *cuda, uint64_t *address, size_t length)
+int rr_cuda_malloc(struct rr_cuda *cuda, size_t length, uint64_t *address)
 {
 	void *device = NULL;
 	int error = cuda->malloc_device ? cuda->malloc_device(&device, length) : -ENOSYS;

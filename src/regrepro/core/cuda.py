@@ -12,7 +12,7 @@ import errno
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -127,6 +127,12 @@ class Cuda(Closing):
         text = _text(lib.rr_cuda_error_string(self._handle, result))
         raise CudaError(call, result, name or f"cudaError {result}", text, known)
 
+    def _told(self, kind: str, call: str, function: Callable[..., int], *arguments: int) -> int:
+        """Make a call that gives one number, by a pointer that comes last. Raises CudaError."""
+        value = ffi.new(f"{kind} *")
+        self._check(function(self._handle, *arguments, value), call)
+        return int(value[0])
+
     def versions(self) -> dict[str, str | None]:
         """Return `{"runtime": "12.4", "driver": "12.2"}`: CUDA's, not the driver's release."""
         result: dict[str, str | None] = {}
@@ -134,20 +140,17 @@ class Cuda(Closing):
             ("runtime", lib.rr_cuda_runtime_version, "cudaRuntimeGetVersion"),
             ("driver", lib.rr_cuda_driver_version, "cudaDriverGetVersion"),
         ):
-            value = ffi.new("int *")
             try:
-                self._check(function(self._handle, value), call)
+                value = self._told("int", call, function)
             except CudaError:
                 result[key] = None
                 continue
-            result[key] = f"{value[0] // 1000}.{value[0] % 1000 // 10}" if value[0] else None
+            result[key] = f"{value // 1000}.{value % 1000 // 10}" if value else None
         return result
 
     def device_count(self) -> int:
         """Number of GPUs that this process may use. Raises CudaError (no driver, no device, …)."""
-        value = ffi.new("int *")
-        self._check(lib.rr_cuda_device_count(self._handle, value), "cudaGetDeviceCount")
-        return int(value[0])
+        return self._told("int", "cudaGetDeviceCount", lib.rr_cuda_device_count)
 
     def set_device(self, device: int) -> None:
         """Make `device` current for this thread."""
@@ -161,9 +164,7 @@ class Cuda(Closing):
 
     def device_memory(self, device: int = 0) -> int:
         """`cuDeviceTotalMem`: bytes of memory on the GPU."""
-        value = ffi.new("uint64_t *")
-        self._check(lib.rr_cu_device_memory(self._handle, device, value), "cuDeviceTotalMem")
-        return int(value[0])
+        return self._told("uint64_t", "cuDeviceTotalMem", lib.rr_cu_device_memory, device)
 
     def device_attribute(self, name: str, device: int = 0) -> int:
         """Value of a device attribute by its name in `PATH_ATTRIBUTES`."""
@@ -171,10 +172,7 @@ class Cuda(Closing):
 
     def attribute(self, number: int, device: int = 0) -> int:
         """`cuDeviceGetAttribute`: a device attribute by its number in enum CUdevice_attribute."""
-        value = ffi.new("int *")
-        result = lib.rr_cu_device_attribute(self._handle, device, number, value)
-        self._check(result, "cuDeviceGetAttribute")
-        return int(value[0])
+        return self._told("int", "cuDeviceGetAttribute", lib.rr_cu_device_attribute, device, number)
 
     def properties(self, device: int = 0) -> Properties:
         """What the GPU and the driver say of themselves, and who told it; asked once and kept."""
@@ -184,10 +182,8 @@ class Cuda(Closing):
 
     def host_alloc(self, length: int, flags: tuple[str, ...] = ("mapped",)) -> int:
         """`cudaHostAlloc`: return the host address of `length` bytes that CUDA allocated and mapped."""
-        address = ffi.new("uint64_t *")
         number = _flags(flags, HOST_ALLOC_FLAGS, "cudaHostAlloc")
-        self._check(lib.rr_cuda_host_alloc(self._handle, address, length, number), "cudaHostAlloc")
-        return int(address[0])
+        return self._told("uint64_t", "cudaHostAlloc", lib.rr_cuda_host_alloc, length, number)
 
     def free_host(self, address: int) -> None:
         """`cudaFreeHost`."""
@@ -206,9 +202,7 @@ class Cuda(Closing):
 
     def host_device_pointer(self, address: int) -> int:
         """`cudaHostGetDevicePointer`: the address by which the GPU reaches a mapped host address."""
-        value = ffi.new("uint64_t *")
-        self._check(lib.rr_cuda_host_device_pointer(self._handle, address, value), "cudaHostGetDevicePointer")
-        return int(value[0])
+        return self._told("uint64_t", "cudaHostGetDevicePointer", lib.rr_cuda_host_device_pointer, address)
 
     def pointer_attributes(self, address: int) -> PointerAttributes:
         """`cudaPointerGetAttributes`."""
@@ -219,9 +213,7 @@ class Cuda(Closing):
 
     def malloc(self, length: int) -> int:
         """`cudaMalloc`: the device address of `length` bytes."""
-        address = ffi.new("uint64_t *")
-        self._check(lib.rr_cuda_malloc(self._handle, address, length), "cudaMalloc")
-        return int(address[0])
+        return self._told("uint64_t", "cudaMalloc", lib.rr_cuda_malloc, length)
 
     def free(self, address: int) -> None:
         """`cudaFree`."""
@@ -241,11 +233,7 @@ class Cuda(Closing):
 
     def dmabuf_fd(self, address: int, length: int) -> int:
         """`cuMemGetHandleForAddressRange(DMA_BUF_FD)`: a dma-buf file descriptor; the caller closes it."""
-        fd = ffi.new("int *")
-        self._check(
-            lib.rr_cu_dmabuf_fd(self._handle, address, length, 0, fd), "cuMemGetHandleForAddressRange"
-        )
-        return int(fd[0])
+        return self._told("int", "cuMemGetHandleForAddressRange", lib.rr_cu_dmabuf_fd, address, length, 0)
 
     def pin_alive(self, address: int) -> bool | None:
         """Is the pin of this host range held? The stand-in knows; NVIDIA's cannot be asked (None)."""
