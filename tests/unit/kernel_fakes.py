@@ -103,6 +103,20 @@ class BtfWriter:
         return header + types + strings
 
 
+# The kernel's two anonymous enums since 6.3: FOLL_* flags for all, and those of mm/ itself.
+PUBLIC_FLAGS = {"FOLL_WRITE": 1, "FOLL_GET": 2, "FOLL_DUMP": 4, "FOLL_LONGTERM": 1 << 9}
+PRIVATE_FLAGS = {"FOLL_TOUCH": 1 << 16, "FOLL_TRIED": 1 << 17, "FOLL_PIN": 1 << 19}
+
+
+def anonymous_enums(*enums: dict[str, int]) -> bytes:
+    """Return BTF of these enums, and of an int that is called as the first member of one."""
+    writer = BtfWriter()
+    writer.integer("FOLL_WRITE", 4)
+    for values in enums:
+        writer.enum("", values)
+    return writer.blob()
+
+
 def write_kcore(path: Path, segments: list[tuple[int, bytes]], vmcoreinfo: str) -> None:
     """Write an ELF core file with one note and one program header for each (address, bytes)."""
     name = b"VMCOREINFO\0"

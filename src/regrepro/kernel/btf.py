@@ -117,8 +117,8 @@ class Btf:
             else "BTF is damaged"
         )
 
-    def _at(self, type_id: int) -> int:
-        """Return the offset in the blob of a type id."""
+    def _offsets(self) -> NDArray[np.uint32]:
+        """Return the offset of every type among the types, in the order of their ids, from 1 on."""
         if self._index is None:
             room = self._type_len // 12
             index = np.empty(room, dtype=np.uint32)
@@ -130,9 +130,14 @@ class Btf:
             if n < 0:
                 raise BtfError("BTF is damaged")
             self._index = index[:n]
-        if not 0 < type_id <= len(self._index):
+        return self._index
+
+    def _at(self, type_id: int) -> int:
+        """Return the offset in the blob of a type id."""
+        offsets = self._offsets()
+        if not 0 < type_id <= len(offsets):
             raise BtfError(f"BTF has no type {type_id}")
-        return self._types + int(self._index[type_id - 1])
+        return self._types + int(offsets[type_id - 1])
 
     def _name(self, offset: int) -> str:
         start = self._strings + offset
@@ -218,20 +223,33 @@ class Btf:
         if kind != _FUNC_PROTO:
             raise BtfError(f"BTF has a function {name} without parameters")
         names = (struct.unpack_from("=II", self._blob, proto + 12 + 8 * i)[0] for i in range(vlen))
-        assert self._index is not None
-        type_id = int(np.searchsorted(self._index, at - self._types)) + 1
+        type_id = int(np.searchsorted(self._offsets(), at - self._types)) + 1
         return Signature(type_id, tuple(self._name(offset) for offset in names))
 
     def enum(self, name: str) -> dict[str, int] | None:
         """Return the values of a named enum by name, in order. Names may share a value."""
         at = self._find(_ENUM, name)
         if at is not None:
-            _, vlen, _, _ = self._header(at)
-            pairs = (struct.unpack_from("=Ii", self._blob, at + 12 + 8 * i) for i in range(vlen))
-            return {self._name(name_off): value for name_off, value in pairs}
+            return self._values(at)
         at = self._find(_ENUM64, name)
         if at is None:
             return None
         _, vlen, _, _ = self._header(at)
         triples = (struct.unpack_from("=III", self._blob, at + 12 + 12 * i) for i in range(vlen))
         return {self._name(name_off): high << 32 | low for name_off, low, high in triples}
+
+    def _values(self, at: int) -> dict[str, int]:
+        _, vlen, _, _ = self._header(at)
+        pairs = (struct.unpack_from("=Ii", self._blob, at + 12 + 8 * i) for i in range(vlen))
+        return {self._name(name_off): value for name_off, value in pairs}
+
+    def enum_from(self, member: str) -> dict[str, int] | None:
+        """Return the values of the enum whose first member is `member`; such an enum need not have a name."""
+        words = np.frombuffer(self._blob, np.uint32, self._type_len // 4, self._types)
+        first = self._offsets() // 4
+        info = words[first + 1]
+        enums = first[((info >> 24 & 0x1F) == _ENUM) & ((info & 0xFFFF) > 0)]
+        for at in enums:
+            if self._name(int(words[at + 3])) == member:
+                return self._values(self._types + 4 * int(at))
+        return None
