@@ -245,6 +245,11 @@ def _tell(
         report({"block": block.number, "range": list(pfns), "step": step, "errno": name})
 
 
+def memory_blocks() -> list[MemoryBlock]:
+    """Return every memory block; none on a kernel without CONFIG_MEMORY_HOTPLUG."""
+    return [MemoryBlock(int(path.name[6:])) for path in MEMORY_BLOCKS.glob("memory[0-9]*")]
+
+
 def candidates(memory_map: MemoryMap | None = None, node: int | None = None) -> list[MemoryBlock]:
     """Return the blocks that could be taken, the most promising first. Raises OSError.
 
@@ -253,8 +258,7 @@ def candidates(memory_map: MemoryMap | None = None, node: int | None = None) -> 
     the highest, which boot allocations spare.
     """
     by_node: dict[int, list[MemoryBlock]] = {}
-    for path in MEMORY_BLOCKS.glob("memory[0-9]*"):
-        block = MemoryBlock(int(path.name[6:]))
+    for block in memory_blocks():
         try:
             if block.zone in ("DMA32", "Normal", "HighMem"):
                 by_node.setdefault(block.node, []).append(block)

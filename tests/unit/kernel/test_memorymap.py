@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from kernel_fakes import PAGE, FakeKernel, FakeZone
 
-from regrepro.kernel import btf, kallsyms, kcore, memorymap, pageblocks, zones
+from regrepro.kernel import btf, kallsyms, kcore, memoryblocks, memorymap, pageblocks, zones
 from regrepro.kernel.memorymap import ABSENT, CMA, ISOLATE, MOVABLE_ZONE, ORDINARY, UNKNOWN, MemoryMap
 from regrepro.kernel.pageblocks import BitmapLayout
 
@@ -42,7 +42,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> Read:
         monkeypatch.setattr(zones, "CMA_DEBUGFS", kernel.folder / "none")
         monkeypatch.setattr(zones, "kernel_log", lambda: log or [])
         monkeypatch.setattr(kallsyms, "KALLSYMS", kernel.folder / "none")
-        monkeypatch.setattr(memorymap, "MEMORY_BLOCKS", kernel.folder / "memory")
+        monkeypatch.setattr(memoryblocks, "MEMORY_BLOCKS", kernel.folder / "memory")
         monkeypatch.setattr(memorymap.time, "sleep", lambda _: None)
         return memorymap.read_memory_map(**options)  # type: ignore[arg-type]
 
