@@ -256,11 +256,6 @@ def checksum(address: int, length: int) -> int:
     return int(lib.rr_checksum(address, length))
 
 
-def equal(left: int, right: int, length: int) -> bool:
-    """Return whether two readable stretches of memory hold the same bytes."""
-    return bool(lib.rr_equal(left, right, length))
-
-
 def vma_line(address: int) -> str:
     """Return the line of /proc/self/maps that holds the address, or "" if there is none or no /proc."""
     return next(iter(vma_lines(address, 1) or ()), "")
