@@ -27,7 +27,7 @@ from typing import Any
 from guest_device import device
 
 from regrepro.core import memory, pins, verbs
-from regrepro.core.iouring import IoUringRegistrar
+from regrepro.core.iouring import FixedBuffers
 from regrepro.kernel import reclaim, trace_fs, trace_tree
 from regrepro.kernel.journal import Journal
 from regrepro.kernel.trace import Tracer
@@ -150,7 +150,7 @@ def failing_path(tracer: Tracer, pd: verbs.ProtectionDomain, refusal: bool) -> N
 
 
 def longterm(tracer: Tracer, refusal: bool) -> None:
-    with memory.Range.anonymous(8 * PAGE, huge=False) as buffer, IoUringRegistrar() as ring:
+    with memory.Range.anonymous(8 * PAGE, huge=False) as buffer, FixedBuffers() as ring:
         buffer.fill(1)
         name, _, trace = traced(tracer, lambda: ring.register(buffer.address, buffer.length), stack=True)
         calls = [call for call in trace_tree.gup_calls(trace) if call["start"] == buffer.address]
@@ -161,7 +161,7 @@ def longterm(tracer: Tracer, refusal: bool) -> None:
         )
     if not refusal:
         return
-    with memory.Range.anonymous(8 * PAGE, huge=False) as buffer, IoUringRegistrar() as ring:
+    with memory.Range.anonymous(8 * PAGE, huge=False) as buffer, FixedBuffers() as ring:
         buffer.fill(1)
         with pins.pin_process_vm(buffer.address, buffer.length):
             name, _, trace = traced(tracer, lambda: ring.register(buffer.address, buffer.length))

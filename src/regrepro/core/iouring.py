@@ -1,4 +1,4 @@
-"""io_uring fixed buffers as a registrar: FOLL_LONGTERM where there is no RDMA device."""
+"""io_uring's fixed buffers: FOLL_LONGTERM where there is no RDMA device."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from regrepro._core import lib
 from regrepro.core.calls import Closing, check
 
 
-class IoUringRegistrar(Closing):
+class FixedBuffers(Closing):
     """One ring that registers one range at a time, with FOLL_WRITE | FOLL_LONGTERM as `ib_umem_get()` does.
 
     A context manager. Raises OSError: ENOSYS without CONFIG_IO_URING, EPERM when `kernel.io_uring_disabled`

@@ -1,4 +1,4 @@
-"""io_uring's fixed buffers as a registrar, as far as this machine allows."""
+"""io_uring's fixed buffers, as far as this machine allows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from regrepro.core.iouring import IoUringRegistrar
+from regrepro.core.iouring import FixedBuffers
 from regrepro.core.memory import PAGE_SIZE, Range
 
 
@@ -20,7 +20,7 @@ def test_io_uring_registers_one_range_at_a_time() -> None:
         buffer.populate()
         before = descriptors()
         try:
-            opened = IoUringRegistrar()
+            opened = FixedBuffers()
             opened.register(buffer.address, buffer.length)
             opened.unregister()
         except OSError as error:
@@ -32,7 +32,7 @@ def test_io_uring_registers_one_range_at_a_time() -> None:
         assert descriptors() == before
 
 
-def one_at_a_time(ring: IoUringRegistrar, buffer: Range) -> None:
+def one_at_a_time(ring: FixedBuffers, buffer: Range) -> None:
     assert not ring.registered()
     ring.unregister()
     for _ in range(3):
