@@ -56,6 +56,14 @@ def _sections(blob: bytes) -> tuple[int, int, int, int]:
     return types, type_len, strings, str_len
 
 
+class _Table(NamedTuple):
+    """All types: where each lies, where its name lies among the strings, its kind."""
+
+    offset: NDArray[np.uint32]
+    name: NDArray[np.uint32]
+    kind: NDArray[np.uint8]
+
+
 class Btf:
     """A BTF blob. Look-ups return None where the kernel has no such type or member."""
 
@@ -66,8 +74,7 @@ class Btf:
         self._type_len: int = type_len
         self._strings: int = strings
         self._str_len: int = str_len
-        self._base = ffi.from_buffer("uint8_t[]", blob)
-        self._index: NDArray[np.uint32] | None = None
+        self._walked: _Table | None = None
         self._found: dict[tuple[int, str], int | None] = {}
 
     @classmethod
@@ -90,51 +97,42 @@ class Btf:
         return cls(head + types + strings)
 
     def _find(self, kind: int, name: str) -> int | None:
-        """Return the offset of a type in the blob. Each search walks all types: it is done once."""
+        """Return the offset of a type in the blob. Each search reads all names: it is done once."""
         key = kind, name
         if key not in self._found:
             self._found[key] = self._search(kind, name)
         return self._found[key]
 
     def _search(self, kind: int, name: str) -> int | None:
-        at: int = int(
-            lib.rr_btf_find(
-                self._base + self._types,
-                self._type_len,
-                self._base + self._strings,
-                self._str_len,
-                kind,
-                name.encode(),
-            )
-        )
-        if at >= 0:
-            return self._types + at
-        if at == -errno.ENOENT:
-            return None
-        raise BtfError(
-            "BTF has a kind of type that this version does not know"
-            if at == -errno.ENOTSUP
-            else "BTF is damaged"
-        )
+        """Return the offset of the first type of this kind and name. Raises BtfError."""
+        table = self._table()
+        here = table.kind == kind
+        named = np.zeros(len(here), dtype=np.bool_)
+        needle, at = b"\0" + name.encode() + b"\0", self._strings - 1
+        while (at := self._blob.find(needle, at + 1, self._strings + self._str_len)) >= 0:
+            named |= table.name == at + 1 - self._strings
+        found = np.flatnonzero(here & named)
+        return self._types + int(table.offset[found[0]]) if len(found) else None
 
-    def _offsets(self) -> NDArray[np.uint32]:
-        """Return the offset of every type among the types, in the order of their ids, from 1 on."""
-        if self._index is None:
+    def _table(self) -> _Table:
+        """Return all types, in the order of their ids, from 1 on. They are walked over once."""
+        if self._walked is None:
             room = self._type_len // 12
-            index = np.empty(room, dtype=np.uint32)
-            n = int(
-                lib.rr_btf_index(
-                    self._base + self._types, self._type_len, ffi.from_buffer("uint32_t[]", index), room
-                )
-            )
+            offset = np.empty(room, dtype=np.uint32)
+            types = ffi.from_buffer("uint8_t[]", self._blob) + self._types
+            n = int(lib.rr_btf_index(types, self._type_len, ffi.from_buffer("uint32_t[]", offset), room))
+            if n == -errno.ENOTSUP:
+                raise BtfError("BTF has a kind of type that this version does not know")
             if n < 0:
                 raise BtfError("BTF is damaged")
-            self._index = index[:n]
-        return self._index
+            words = np.frombuffer(self._blob, np.uint32, self._type_len // 4, self._types)
+            first = offset[:n] // 4
+            self._walked = _Table(offset[:n], words[first], (words[first + 1] >> 24 & 0x1F).astype(np.uint8))
+        return self._walked
 
     def _at(self, type_id: int) -> int:
         """Return the offset in the blob of a type id."""
-        offsets = self._offsets()
+        offsets = self._table().offset
         if not 0 < type_id <= len(offsets):
             raise BtfError(f"BTF has no type {type_id}")
         return self._types + int(offsets[type_id - 1])
@@ -223,7 +221,7 @@ class Btf:
         if kind != _FUNC_PROTO:
             raise BtfError(f"BTF has a function {name} without parameters")
         names = (struct.unpack_from("=II", self._blob, proto + 12 + 8 * i)[0] for i in range(vlen))
-        type_id = int(np.searchsorted(self._offsets(), at - self._types)) + 1
+        type_id = int(np.searchsorted(self._table().offset, at - self._types)) + 1
         return Signature(type_id, tuple(self._name(offset) for offset in names))
 
     def enum(self, name: str) -> dict[str, int] | None:
@@ -245,11 +243,9 @@ class Btf:
 
     def enum_from(self, member: str) -> dict[str, int] | None:
         """Return the values of the enum whose first member is `member`; such an enum need not have a name."""
-        words = np.frombuffer(self._blob, np.uint32, self._type_len // 4, self._types)
-        first = self._offsets() // 4
-        info = words[first + 1]
-        enums = first[((info >> 24 & 0x1F) == _ENUM) & ((info & 0xFFFF) > 0)]
-        for at in enums:
-            if self._name(int(words[at + 3])) == member:
-                return self._values(self._types + 4 * int(at))
+        table = self._table()
+        for offset in table.offset[table.kind == _ENUM]:
+            at = self._types + int(offset)
+            if self._header(at)[1] and self._name(struct.unpack_from("=I", self._blob, at + 12)[0]) == member:
+                return self._values(at)
         return None
