@@ -21,7 +21,6 @@ from regrepro.core.pages import Segments
 KCORE = Path("/proc/kcore")
 
 _PT_LOAD, _PT_NOTE = 1, 4
-_PHDR = struct.Struct("=IIQQQQQQ")  # type, flags, offset, vaddr, paddr, filesz, memsz, align
 
 
 class KcoreError(Exception):
