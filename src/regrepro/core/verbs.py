@@ -380,20 +380,15 @@ class Device(Closing):
         """
         attributes = ffi.new("struct rr_device_attributes *")
         check(lib.rr_device_query(self._device, attributes), "ibv_query_device")
+        numbers = (
+            *("vendor_id", "vendor_part_id", "hw_ver", "max_mr", "max_mr_size", "page_size_cap"),
+            *("device_cap_flags", "max_pd", "max_qp", "max_cq"),
+        )
         answer: dict[str, Any] = {
             "device": self.name,
             "fw_ver": ffi.string(attributes.fw_ver).decode(errors="replace"),
             "node_guid": f"{attributes.node_guid:016x}",
-            "vendor_id": attributes.vendor_id,
-            "vendor_part_id": attributes.vendor_part_id,
-            "hw_ver": attributes.hw_ver,
-            "max_mr": attributes.max_mr,
-            "max_mr_size": attributes.max_mr_size,
-            "page_size_cap": attributes.page_size_cap,
-            "device_cap_flags": attributes.device_cap_flags,
-            "max_pd": attributes.max_pd,
-            "max_qp": attributes.max_qp,
-            "max_cq": attributes.max_cq,
+            **{name: getattr(attributes, name) for name in numbers},
             "phys_port_cnt": attributes.ports,
             "driver": self.driver(),
         }

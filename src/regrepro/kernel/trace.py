@@ -489,14 +489,14 @@ class Tracer:
         self._stats, self._raw = [], []
         if self._tracefs is not None and self._instance_name:
             left = []
-            try:
-                trace_fs.remove_instance(self._tracefs, self._instance_name)
-            except OSError as error:
-                left.append(f"the trace instance {self._instance_name} could not be removed: {_said(error)}")
-            try:
-                trace_fs.remove_group(self._tracefs, self._group)
-            except OSError as error:
-                left.append(f"probes of {self._group} could not be removed: {_said(error)}")
+            for what, remove, name in (
+                ("the trace instance", trace_fs.remove_instance, self._instance_name),
+                ("the probes of", trace_fs.remove_group, self._group),
+            ):
+                try:
+                    remove(self._tracefs, name)
+                except OSError as error:
+                    left.append(f"{what} {name} could not be removed: {_said(error)}")
             if left:
                 self._why += "; " + "; ".join(left)  # the journal keeps them for the next start
             else:
