@@ -1,5 +1,5 @@
-"""A kernel on paper: BTF, /proc/kcore and the texts of /proc, small and written by hand, for the kernel
-room's tests.
+"""A kernel on paper: BTF, /proc/kcore and the texts of /proc, small and written by hand, for the tests
+of the kernel package.
 """
 
 from __future__ import annotations

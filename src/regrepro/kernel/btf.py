@@ -1,6 +1,6 @@
 """The running kernel's types, from BTF (`/sys/kernel/btf/vmlinux`; format: Documentation/bpf/btf.rst).
 
-Only what the other rooms ask for: member offsets (through nested anonymous structs and unions), sizes, enum
+Only what is asked for elsewhere: member offsets (through nested anonymous structs and unions), sizes, enum
 values. The walk over all types is C; Python looks at single types.
 """
 
