@@ -7,7 +7,6 @@ import errno
 import ipaddress
 import os
 import resource
-import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -15,22 +14,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from c_programs import C_TESTS, CSRC, compiler, library
 from regrepro._core import ffi, lib
 
 from regrepro.core import memory, verbs
 from regrepro.errors import EnvironmentProblem, UsageError
 from regrepro.record import FILE_NAME, RecordWriter, read_record
 
-ROOT = Path(__file__).parents[3]
-CSRC = ROOT / "csrc"
-C_TESTS = ROOT / "tests" / "c"
 
-
-def compiler() -> str:
-    found = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
-    if not found:
-        pytest.skip("no C compiler (cc, gcc, clang)")
-    return found
+def any_compiler() -> str:
+    return compiler(os.environ.get("CC", "cc"), "gcc", "clang")
 
 
 class Fake(ctypes.Structure):
@@ -61,9 +54,7 @@ class Fake(ctypes.Structure):
 @pytest.fixture(scope="module")
 def fake_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("fake") / "libfake_verbs.so"
-    options = ["-std=gnu11", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", f"-I{CSRC}"]
-    subprocess.run([compiler(), *options, str(C_TESTS / "fake_verbs.c"), "-o", str(target)], check=True)
-    return target
+    return library(any_compiler(), target, str(C_TESTS / "fake_verbs.c"))
 
 
 @pytest.fixture
@@ -76,7 +67,7 @@ def fake(fake_library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
 
 
 def test_the_layouts_are_those_of_the_installed_header(tmp_path: Path) -> None:
-    cc = compiler()
+    cc = any_compiler()
     probe = subprocess.run(
         [cc, "-E", "-x", "c", "-"],
         input="#include <infiniband/verbs.h>\n",
@@ -406,11 +397,9 @@ def test_a_library_without_the_newer_functions_says_enosys(tmp_path: Path) -> No
     old = tmp_path / "old.c"
     source = source.replace("ibv_reg_mr_iova2", "not_there_1").replace("ibv_reg_dmabuf_mr", "not_there_2")
     old.write_text(source)
-    library = tmp_path / "libold.so"
-    options = ["-std=gnu11", "-shared", "-fPIC", f"-I{CSRC}"]
-    subprocess.run([compiler(), *options, str(old), "-o", str(library)], check=True)
+    built = library(any_compiler(), tmp_path / "libold.so", str(old))
     cell, why = ffi.new("struct rr_verbs **"), ffi.new("char[256]")
-    assert lib.rr_verbs_load(str(library).encode(), cell, why, 256) == 0
+    assert lib.rr_verbs_load(str(built).encode(), cell, why, 256) == 0
     device, pd, region = (
         ffi.new("struct rr_device **"),
         ffi.new("struct rr_pd **"),
