@@ -19,8 +19,6 @@ from typing import Any
 
 import numpy as np
 from guest_kernel import check, drain, quiet, results, skip
-from regrepro.kernel.gpu_users import gpu_users
-from regrepro.kernel.outlook import outlook
 
 from regrepro.core import cuda, memory
 from regrepro.errors import Unmet
@@ -30,6 +28,8 @@ from regrepro.kernel.memoryblocks import online_movable
 from regrepro.kernel.memorymap import CMA, MOVABLE_ZONE, ORDINARY, UNPINNABLE, MemoryMap, read_memory_map
 from regrepro.kernel.pagestate import PageReader
 from regrepro.kernel.pressure.cgroup import CGROUP_ROOTS
+from regrepro.kernel.pressure.gpu_users import gpu_users
+from regrepro.kernel.pressure.outlook import outlook
 from regrepro.kernel.pressure.pressure import Pressure
 from regrepro.kernel.pressure.stalls import oom_kills
 from regrepro.options import RunOptions
