@@ -97,30 +97,3 @@ int64_t rr_btf_index(const uint8_t *types, size_t length, uint32_t *offset, size
 	}
 	return (int64_t)n;
 }
-
-/* Offset of the first type of this kind and name. -ENOENT when there is none; errors as of rr_btf_index(). */
-int64_t rr_btf_find(const uint8_t *types, size_t length, const uint8_t *strings, size_t strings_length, int kind,
-		    const char *name)
-{
-	size_t at = 0, name_length = strlen(name) + 1;
-
-	while (at < length) {
-		uint32_t info, name_off;
-		int64_t more;
-
-		if (length - at < HEADER)
-			return -EBADMSG;
-		name_off = word(types + at);
-		info = word(types + at + 4);
-		more = trailer(info);
-		if (more < 0)
-			return -ENOTSUP;
-		if ((uint64_t)more > length - at - HEADER)
-			return -EBADMSG;
-		if (name_off && (int)((info >> 24) & 0x1f) == kind && name_off < strings_length &&
-		    strings_length - name_off >= name_length && !memcmp(strings + name_off, name, name_length))
-			return (int64_t)at;
-		at += HEADER + (size_t)more;
-	}
-	return -ENOENT;
-}

@@ -1,4 +1,4 @@
-/* A fast walk over BTF (Documentation/bpf/btf.rst): find types by name, index them by id. */
+/* A fast walk over BTF (Documentation/bpf/btf.rst): index types by id. */
 #ifndef RR_BTF_H
 #define RR_BTF_H
 
@@ -6,7 +6,5 @@
 #include <stdint.h>
 
 int64_t rr_btf_index(const uint8_t *types, size_t length, uint32_t *offset, size_t room);
-int64_t rr_btf_find(const uint8_t *types, size_t length, const uint8_t *strings, size_t strings_length, int kind,
-		    const char *name);
 
 #endif

@@ -1,4 +1,4 @@
-"""cffi builder of `regrepro._core`: every csrc/NAME.h that has a csrc/NAME.c beside it is a room of the core.
+"""cffi builder of `regrepro._core`: every csrc/NAME.h that has a csrc/NAME.c beside it is a part of the core.
 
 The headers are written so that cffi can read them: plain declarations, and preprocessor lines only where
 cffi may skip them (include guards, includes).
@@ -19,15 +19,15 @@ def declarations(header: Path) -> str:
     return "\n".join(line for line in lines if not line.startswith("#"))
 
 
-rooms = sorted(source.stem for source in HERE.glob("*.c") if source.with_suffix(".h").exists())
+parts = sorted(source.stem for source in HERE.glob("*.c") if source.with_suffix(".h").exists())
 
 ffi = FFI()
-for room in rooms:
-    ffi.cdef(declarations(HERE / f"{room}.h"))
+for part in parts:
+    ffi.cdef(declarations(HERE / f"{part}.h"))
 ffi.set_source(
     "regrepro._core",
-    "\n".join(f'#include "{room}.h"' for room in rooms),
-    sources=[str(HERE / f"{room}.c") for room in rooms],
+    "\n".join(f'#include "{part}.h"' for part in parts),
+    sources=[str(HERE / f"{part}.c") for part in parts],
     include_dirs=[str(HERE)],
     depends=sorted(str(header) for header in HERE.glob("*.h")),
     libraries=["dl", "pthread", "rt"],

@@ -53,45 +53,60 @@ union pointer_attributes {
 	char room[256];
 };
 
+/* Every entry point that is looked up: its symbol, what it returns, its name here, what it takes. */
+#define RUNTIME_ENTRIES(ENTRY) \
+	ENTRY("regrepro_standin_name", const char *, stand_in_name, (void)) \
+	ENTRY("regrepro_standin_contract", int, stand_in_contract, (int longterm)) \
+	ENTRY("regrepro_standin_alive", int, stand_in_alive, (void *host)) \
+	ENTRY("regrepro_standin_errno", int, stand_in_errno, (void)) \
+	ENTRY("cudaGetErrorName", const char *, get_error_name, (int error)) \
+	ENTRY("cudaGetErrorString", const char *, get_error_string, (int error)) \
+	ENTRY("cudaRuntimeGetVersion", int, runtime_get_version, (int *version)) \
+	ENTRY("cudaDriverGetVersion", int, driver_get_version, (int *version)) \
+	ENTRY("cudaGetDeviceCount", int, get_device_count, (int *count)) \
+	ENTRY("cudaSetDevice", int, set_device, (int device)) \
+	ENTRY("cudaHostAlloc", int, host_alloc, (void **host, size_t length, unsigned int flags)) \
+	ENTRY("cudaFreeHost", int, free_host, (void *host)) \
+	ENTRY("cudaHostRegister", int, host_register, (void *host, size_t length, unsigned int flags)) \
+	ENTRY("cudaHostUnregister", int, host_unregister, (void *host)) \
+	ENTRY("cudaHostGetDevicePointer", int, host_get_device_pointer, \
+	      (void **device, void *host, unsigned int flags)) \
+	ENTRY("cudaPointerGetAttributes", int, pointer_get_attributes, \
+	      (union pointer_attributes *attributes, const void *address)) \
+	ENTRY("cudaMalloc", int, malloc_device, (void **device, size_t length)) \
+	ENTRY("cudaFree", int, free_device, (void *device))
+
+#define DRIVER_ENTRIES(ENTRY) \
+	ENTRY("cuInit", int, cu_init, (unsigned int flags)) \
+	ENTRY("cuGetErrorName", int, cu_get_error_name, (int error, const char **name)) \
+	ENTRY("cuDeviceGet", int, cu_device_get, (int *device, int ordinal)) \
+	ENTRY("cuDeviceGetAttribute", int, cu_device_get_attribute, (int *value, int attribute, int device)) \
+	ENTRY("cuDeviceGetName", int, cu_device_get_name, (char *name, int size, int device)) \
+	ENTRY("cuDeviceTotalMem_v2", int, cu_device_total_mem, (size_t *bytes, int device)) \
+	ENTRY("cuMemGetAllocationGranularity", int, cu_mem_get_allocation_granularity, \
+	      (size_t *granularity, const struct cu_allocation_prop *prop, int option)) \
+	ENTRY("cuMemCreate", int, cu_mem_create, \
+	      (uint64_t *handle, size_t length, const struct cu_allocation_prop *prop, uint64_t flags)) \
+	ENTRY("cuMemRelease", int, cu_mem_release, (uint64_t handle)) \
+	ENTRY("cuMemAddressReserve", int, cu_mem_address_reserve, \
+	      (uint64_t *address, size_t length, size_t alignment, uint64_t hint, uint64_t flags)) \
+	ENTRY("cuMemAddressFree", int, cu_mem_address_free, (uint64_t address, size_t length)) \
+	ENTRY("cuMemMap", int, cu_mem_map, \
+	      (uint64_t address, size_t length, size_t offset, uint64_t handle, uint64_t flags)) \
+	ENTRY("cuMemUnmap", int, cu_mem_unmap, (uint64_t address, size_t length)) \
+	ENTRY("cuMemSetAccess", int, cu_mem_set_access, \
+	      (uint64_t address, size_t length, const struct cu_access *access, size_t count)) \
+	ENTRY("cuMemGetHandleForAddressRange", int, cu_mem_get_handle_for_address_range, \
+	      (void *handle, uint64_t address, size_t length, int type, uint64_t flags))
+
+#define MEMBER(symbol, returns, member, parameters) returns (*member) parameters;
+#define OFFSET(symbol, returns, member, parameters) { symbol, offsetof(struct rr_cuda, member) },
+
 struct rr_cuda {
 	void *runtime;
 	void *driver;
-	const char *(*stand_in_name)(void);
-	int (*stand_in_contract)(int longterm);
-	int (*stand_in_alive)(void *host);
-	int (*stand_in_errno)(void);
-
-	const char *(*get_error_name)(int error);
-	const char *(*get_error_string)(int error);
-	int (*runtime_get_version)(int *version);
-	int (*driver_get_version)(int *version);
-	int (*get_device_count)(int *count);
-	int (*set_device)(int device);
-	int (*device_synchronize)(void);
-	int (*host_alloc)(void **host, size_t length, unsigned int flags);
-	int (*free_host)(void *host);
-	int (*host_register)(void *host, size_t length, unsigned int flags);
-	int (*host_unregister)(void *host);
-	int (*host_get_device_pointer)(void **device, void *host, unsigned int flags);
-	int (*pointer_get_attributes)(union pointer_attributes *attributes, const void *address);
-	int (*malloc_device)(void **device, size_t length);
-	int (*free_device)(void *device);
-
-	int (*cu_init)(unsigned int flags);
-	int (*cu_get_error_name)(int error, const char **name);
-	int (*cu_device_get)(int *device, int ordinal);
-	int (*cu_device_get_attribute)(int *value, int attribute, int device);
-	int (*cu_device_get_name)(char *name, int size, int device);
-	int (*cu_device_total_mem)(size_t *bytes, int device);
-	int (*cu_mem_get_allocation_granularity)(size_t *granularity, const struct cu_allocation_prop *prop, int option);
-	int (*cu_mem_create)(uint64_t *handle, size_t length, const struct cu_allocation_prop *prop, uint64_t flags);
-	int (*cu_mem_release)(uint64_t handle);
-	int (*cu_mem_address_reserve)(uint64_t *address, size_t length, size_t alignment, uint64_t hint, uint64_t flags);
-	int (*cu_mem_address_free)(uint64_t address, size_t length);
-	int (*cu_mem_map)(uint64_t address, size_t length, size_t offset, uint64_t handle, uint64_t flags);
-	int (*cu_mem_unmap)(uint64_t address, size_t length);
-	int (*cu_mem_set_access)(uint64_t address, size_t length, const struct cu_access *access, size_t count);
-	int (*cu_mem_get_handle_for_address_range)(void *handle, uint64_t address, size_t length, int type, uint64_t flags);
+	RUNTIME_ENTRIES(MEMBER)
+	DRIVER_ENTRIES(MEMBER)
 };
 
 struct entry_point {
@@ -99,47 +114,8 @@ struct entry_point {
 	size_t offset;
 };
 
-#define ENTRY(symbol, member) { symbol, offsetof(struct rr_cuda, member) }
-
-static const struct entry_point runtime_entries[] = {
-	ENTRY("regrepro_standin_name", stand_in_name),
-	ENTRY("regrepro_standin_contract", stand_in_contract),
-	ENTRY("regrepro_standin_alive", stand_in_alive),
-	ENTRY("regrepro_standin_errno", stand_in_errno),
-	ENTRY("cudaGetErrorName", get_error_name),
-	ENTRY("cudaGetErrorString", get_error_string),
-	ENTRY("cudaRuntimeGetVersion", runtime_get_version),
-	ENTRY("cudaDriverGetVersion", driver_get_version),
-	ENTRY("cudaGetDeviceCount", get_device_count),
-	ENTRY("cudaSetDevice", set_device),
-	ENTRY("cudaDeviceSynchronize", device_synchronize),
-	ENTRY("cudaHostAlloc", host_alloc),
-	ENTRY("cudaFreeHost", free_host),
-	ENTRY("cudaHostRegister", host_register),
-	ENTRY("cudaHostUnregister", host_unregister),
-	ENTRY("cudaHostGetDevicePointer", host_get_device_pointer),
-	ENTRY("cudaPointerGetAttributes", pointer_get_attributes),
-	ENTRY("cudaMalloc", malloc_device),
-	ENTRY("cudaFree", free_device),
-};
-
-static const struct entry_point driver_entries[] = {
-	ENTRY("cuInit", cu_init),
-	ENTRY("cuGetErrorName", cu_get_error_name),
-	ENTRY("cuDeviceGet", cu_device_get),
-	ENTRY("cuDeviceGetAttribute", cu_device_get_attribute),
-	ENTRY("cuDeviceGetName", cu_device_get_name),
-	ENTRY("cuDeviceTotalMem_v2", cu_device_total_mem),
-	ENTRY("cuMemGetAllocationGranularity", cu_mem_get_allocation_granularity),
-	ENTRY("cuMemCreate", cu_mem_create),
-	ENTRY("cuMemRelease", cu_mem_release),
-	ENTRY("cuMemAddressReserve", cu_mem_address_reserve),
-	ENTRY("cuMemAddressFree", cu_mem_address_free),
-	ENTRY("cuMemMap", cu_mem_map),
-	ENTRY("cuMemUnmap", cu_mem_unmap),
-	ENTRY("cuMemSetAccess", cu_mem_set_access),
-	ENTRY("cuMemGetHandleForAddressRange", cu_mem_get_handle_for_address_range),
-};
+static const struct entry_point runtime_entries[] = { RUNTIME_ENTRIES(OFFSET) };
+static const struct entry_point driver_entries[] = { DRIVER_ENTRIES(OFFSET) };
 
 static void look_up(struct rr_cuda *cuda, void *library, const struct entry_point *entries, size_t count)
 {
@@ -204,21 +180,6 @@ const char *rr_cuda_stand_in(struct rr_cuda *cuda)
 	return cuda->stand_in_name ? cuda->stand_in_name() : NULL;
 }
 
-int rr_cuda_stand_in_contract(struct rr_cuda *cuda, int longterm)
-{
-	return cuda->stand_in_contract ? cuda->stand_in_contract(longterm) : -ENOSYS;
-}
-
-int rr_cuda_stand_in_alive(struct rr_cuda *cuda, uint64_t address)
-{
-	return cuda->stand_in_alive ? cuda->stand_in_alive((void *)(uintptr_t)address) : -ENOSYS;
-}
-
-int rr_cuda_stand_in_errno(struct rr_cuda *cuda)
-{
-	return cuda->stand_in_errno ? cuda->stand_in_errno() : -ENOSYS;
-}
-
 const char *rr_cuda_error_name(struct rr_cuda *cuda, int error)
 {
 	return cuda->get_error_name ? cuda->get_error_name(error) : NULL;
@@ -238,66 +199,43 @@ const char *rr_cu_error_name(struct rr_cuda *cuda, int error)
 	return name;
 }
 
-int rr_cuda_runtime_version(struct rr_cuda *cuda, int *version)
-{
-	return cuda->runtime_get_version ? cuda->runtime_get_version(version) : -ENOSYS;
-}
+/* A call that takes and gives what CUDA's does. */
+#define FORWARD(function, member, parameters, arguments) \
+	int function parameters \
+	{ \
+		return cuda->member ? cuda->member arguments : -ENOSYS; \
+	}
 
-int rr_cuda_driver_version(struct rr_cuda *cuda, int *version)
-{
-	return cuda->driver_get_version ? cuda->driver_get_version(version) : -ENOSYS;
-}
+FORWARD(rr_cuda_stand_in_contract, stand_in_contract, (struct rr_cuda *cuda, int longterm), (longterm))
+FORWARD(rr_cuda_stand_in_alive, stand_in_alive,
+	(struct rr_cuda *cuda, uint64_t address), ((void *)(uintptr_t)address))
+FORWARD(rr_cuda_stand_in_errno, stand_in_errno, (struct rr_cuda *cuda), ())
+FORWARD(rr_cuda_runtime_version, runtime_get_version, (struct rr_cuda *cuda, int *version), (version))
+FORWARD(rr_cuda_driver_version, driver_get_version, (struct rr_cuda *cuda, int *version), (version))
+FORWARD(rr_cuda_device_count, get_device_count, (struct rr_cuda *cuda, int *count), (count))
+FORWARD(rr_cuda_set_device, set_device, (struct rr_cuda *cuda, int device), (device))
+FORWARD(rr_cuda_free_host, free_host, (struct rr_cuda *cuda, uint64_t address), ((void *)(uintptr_t)address))
+FORWARD(rr_cuda_host_register, host_register,
+	(struct rr_cuda *cuda, uint64_t address, size_t length, unsigned int flags),
+	((void *)(uintptr_t)address, length, flags))
+FORWARD(rr_cuda_host_unregister, host_unregister,
+	(struct rr_cuda *cuda, uint64_t address), ((void *)(uintptr_t)address))
+FORWARD(rr_cuda_free, free_device, (struct rr_cuda *cuda, uint64_t address), ((void *)(uintptr_t)address))
 
-int rr_cuda_device_count(struct rr_cuda *cuda, int *count)
-{
-	return cuda->get_device_count ? cuda->get_device_count(count) : -ENOSYS;
-}
-
-int rr_cuda_set_device(struct rr_cuda *cuda, int device)
-{
-	return cuda->set_device ? cuda->set_device(device) : -ENOSYS;
-}
-
-int rr_cuda_device_synchronize(struct rr_cuda *cuda)
-{
-	return cuda->device_synchronize ? cuda->device_synchronize() : -ENOSYS;
-}
-
-int rr_cuda_host_alloc(struct rr_cuda *cuda, uint64_t *address, size_t length, unsigned int flags)
+int rr_cuda_host_alloc(struct rr_cuda *cuda, size_t length, unsigned int flags, uint64_t *address)
 {
 	void *host = NULL;
-	int error;
+	int error = cuda->host_alloc ? cuda->host_alloc(&host, length, flags) : -ENOSYS;
 
-	if (!cuda->host_alloc)
-		return -ENOSYS;
-	error = cuda->host_alloc(&host, length, flags);
 	*address = (uintptr_t)host;
 	return error;
 }
 
-int rr_cuda_free_host(struct rr_cuda *cuda, uint64_t address)
-{
-	return cuda->free_host ? cuda->free_host((void *)(uintptr_t)address) : -ENOSYS;
-}
-
-int rr_cuda_host_register(struct rr_cuda *cuda, uint64_t address, size_t length, unsigned int flags)
-{
-	return cuda->host_register ? cuda->host_register((void *)(uintptr_t)address, length, flags) : -ENOSYS;
-}
-
-int rr_cuda_host_unregister(struct rr_cuda *cuda, uint64_t address)
-{
-	return cuda->host_unregister ? cuda->host_unregister((void *)(uintptr_t)address) : -ENOSYS;
-}
-
 int rr_cuda_host_device_pointer(struct rr_cuda *cuda, uint64_t address, uint64_t *device_pointer)
 {
-	void *device = NULL;
-	int error;
+	void *host = (void *)(uintptr_t)address, *device = NULL;
+	int error = cuda->host_get_device_pointer ? cuda->host_get_device_pointer(&device, host, 0) : -ENOSYS;
 
-	if (!cuda->host_get_device_pointer)
-		return -ENOSYS;
-	error = cuda->host_get_device_pointer(&device, (void *)(uintptr_t)address, 0);
 	*device_pointer = (uintptr_t)device;
 	return error;
 }
@@ -318,21 +256,13 @@ int rr_cuda_pointer_attributes(struct rr_cuda *cuda, uint64_t address, struct rr
 	return error;
 }
 
-int rr_cuda_malloc(struct rr_cuda *cuda, uint64_t *address, size_t length)
+int rr_cuda_malloc(struct rr_cuda *cuda, size_t length, uint64_t *address)
 {
 	void *device = NULL;
-	int error;
+	int error = cuda->malloc_device ? cuda->malloc_device(&device, length) : -ENOSYS;
 
-	if (!cuda->malloc_device)
-		return -ENOSYS;
-	error = cuda->malloc_device(&device, length);
 	*address = (uintptr_t)device;
 	return error;
-}
-
-int rr_cuda_free(struct rr_cuda *cuda, uint64_t address)
-{
-	return cuda->free_device ? cuda->free_device((void *)(uintptr_t)address) : -ENOSYS;
 }
 
 static int vmm_complete(const struct rr_cuda *cuda)

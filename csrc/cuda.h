@@ -50,15 +50,14 @@ int rr_cuda_runtime_version(struct rr_cuda *cuda, int *version);
 int rr_cuda_driver_version(struct rr_cuda *cuda, int *version);
 int rr_cuda_device_count(struct rr_cuda *cuda, int *count);
 int rr_cuda_set_device(struct rr_cuda *cuda, int device);
-int rr_cuda_device_synchronize(struct rr_cuda *cuda);
 
-int rr_cuda_host_alloc(struct rr_cuda *cuda, uint64_t *address, size_t length, unsigned int flags);
+int rr_cuda_host_alloc(struct rr_cuda *cuda, size_t length, unsigned int flags, uint64_t *address);
 int rr_cuda_free_host(struct rr_cuda *cuda, uint64_t address);
 int rr_cuda_host_register(struct rr_cuda *cuda, uint64_t address, size_t length, unsigned int flags);
 int rr_cuda_host_unregister(struct rr_cuda *cuda, uint64_t address);
 int rr_cuda_host_device_pointer(struct rr_cuda *cuda, uint64_t address, uint64_t *device_pointer);
 int rr_cuda_pointer_attributes(struct rr_cuda *cuda, uint64_t address, struct rr_cuda_pointer *out);
-int rr_cuda_malloc(struct rr_cuda *cuda, uint64_t *address, size_t length);
+int rr_cuda_malloc(struct rr_cuda *cuda, size_t length, uint64_t *address);
 int rr_cuda_free(struct rr_cuda *cuda, uint64_t address);
 
 int rr_cu_vmm_alloc(struct rr_cuda *cuda, int device, size_t length, int gpudirect_rdma, struct rr_cuda_vmm *out);

@@ -375,8 +375,3 @@ void rr_copy(uintptr_t target, uintptr_t source, size_t length)
 {
 	memmove((void *)target, (const void *)source, length);
 }
-
-int rr_equal(uintptr_t left, uintptr_t right, size_t length)
-{
-	return memcmp((const void *)left, (const void *)right, length) == 0;
-}

@@ -48,8 +48,7 @@ uint64_t rr_checksum(uintptr_t address, size_t length);
 /* Fill with a pattern in which every 8-byte word depends on the seed and on its place. */
 void rr_fill(uintptr_t address, size_t length, uint64_t seed);
 
-/* Copy bytes between two addresses of this process; 1 if the bytes of two ranges are equal, else 0. */
+/* Copy bytes between two addresses of this process. */
 void rr_copy(uintptr_t target, uintptr_t source, size_t length);
-int rr_equal(uintptr_t left, uintptr_t right, size_t length);
 
 #endif

@@ -75,7 +75,7 @@ static size_t group(const uint64_t *index, size_t at, size_t count, uint64_t abs
 }
 
 /*
- * How many reads rr_read_entries_at and rr_struct_pages make of these indexes in this order, a long run counted by its
+ * How many reads rr_read_entries_at and rr_read_counts make of these indexes in this order, a long run counted by its
  * windows: what sorting them first could save.
  */
 size_t rr_reads(const uint64_t *index, size_t count, uint64_t absent)
@@ -208,6 +208,19 @@ int rr_kcore_gather(int fd, const struct rr_segment *segments, size_t nr_segment
 	}
 	return 0;
 }
+
+/* What struct page said of one PFN. The counts are those of the head page; `head` is its PFN. */
+struct rr_page {
+	uint64_t flags;
+	uint64_t head;
+	int32_t refcount;
+	int32_t mapcount;
+	int32_t pincount;
+	int32_t large_mapcount;
+	int32_t nr_pages;
+	uint32_t known;
+	uint32_t large;
+};
 
 struct memmap {
 	int fd;
@@ -355,24 +368,15 @@ static void read_large(struct memmap *map, struct rr_page *out)
 
 /*
  * Read struct page of each PFN; PFN 0 stands for "none" and is left unknown. `mapcount` is the page's own _mapcount plus
- * one (of a large folio: only what is mapped by single page), the other counts are the head's. Returns 0 or a negative
- * errno.
+ * one (of a large folio: only what is mapped by single page), the other counts are the head's.
  */
-int rr_struct_pages(int fd, const struct rr_segment *segments, size_t nr_segments, const struct rr_section *sections,
-		    size_t nr_sections, const struct rr_page_layout *layout, const uint64_t *pfn, size_t count,
-		    struct rr_page *out)
+static void read_struct_pages(struct memmap *map, const uint64_t *pfn, size_t count, struct rr_page *out)
 {
-	struct memmap map = {
-		.fd = fd, .segments = segments, .nr_segments = nr_segments, .sections = sections,
-		.nr_sections = nr_sections, .layout = layout,
-	};
 	struct rr_page large = { .known = 0 }; /* the large folio that was read last */
 	size_t i = 0;
 
+	map->have = 0;
 	memset(out, 0, count * sizeof(*out));
-	map.window = malloc((size_t)WINDOW * layout->page_struct_size);
-	if (!map.window)
-		return -ENOMEM;
 	while (i < count) {
 		uint64_t low, high;
 		size_t n, j;
@@ -385,36 +389,36 @@ int rr_struct_pages(int fd, const struct rr_segment *segments, size_t nr_segment
 		for (j = 0; j < n; j++) {
 			struct rr_page *page = &out[i + j];
 			uint64_t own = pfn[i + j], word;
-			const uint8_t *at = struct_page(&map, own);
+			const uint8_t *at = struct_page(map, own);
 			int32_t mapcount;
 
 			if (!at) {
 				/* The window has moved on to a head page, or this is the group's first. */
-				if (load(&map, low, (size_t)(high - low + 1)) <= own - low && load(&map, own, 1) < 1)
+				if (load(map, low, (size_t)(high - low + 1)) <= own - low && load(map, own, 1) < 1)
 					continue;
-				at = struct_page(&map, own);
+				at = struct_page(map, own);
 			}
-			word = long_at(at, layout->compound);
-			mapcount = layout->mapcount < 0 ? 0 : int_at(at, layout->mapcount) + 1;
+			word = long_at(at, map->layout->compound);
+			mapcount = map->layout->mapcount < 0 ? 0 : int_at(at, map->layout->mapcount) + 1;
 			if (word & 1) {
-				uint64_t head = head_of(&map, own, word);
+				uint64_t head = head_of(map, own, word);
 
 				if (!large.known || large.head != head) {
-					const uint8_t *h = struct_page(&map, head);
+					const uint8_t *h = struct_page(map, head);
 
-					if (!h && load(&map, head, 3) >= 1)
-						h = struct_page(&map, head);
+					if (!h && load(map, head, 3) >= 1)
+						h = struct_page(map, head);
 					if (!h)
 						continue;
-					read_head(&map, h, head, &large);
+					read_head(map, h, head, &large);
 					if (large.large)
-						read_large(&map, &large);
+						read_large(map, &large);
 				}
 				*page = large;
 			} else {
-				read_head(&map, at, own, page);
+				read_head(map, at, own, page);
 				if (page->large) {
-					read_large(&map, page);
+					read_large(map, page);
 					large = *page;
 				}
 			}
@@ -422,8 +426,6 @@ int rr_struct_pages(int fd, const struct rr_segment *segments, size_t nr_segment
 		}
 		i += n;
 	}
-	free(map.window);
-	return 0;
 }
 
 /* Bits of a pagemap entry (Documentation/admin-guide/mm/pagemap.rst). */
@@ -529,70 +531,61 @@ static int64_t baseline_of(const struct rr_page *page, uint64_t flags, int file,
 	return (int64_t)page->large_mapcount + (cached ? page->nr_pages : 0) + private;
 }
 
-/*
- * Counts out of struct page. `flags` may be NULL; there is no baseline then. Zero and special pages have
- * none either: their references are of their own kind. (KPF_KSM is not asked: 6.12 sets it for every anonymous page,
- * and a KSM page is referred to by its mappings only.) Returns how many present pages have no readable struct page.
- */
-size_t rr_count_pages(const uint64_t *pfn, const uint64_t *flags, const uint8_t *file, const struct rr_page *pages,
-		      size_t count, const struct rr_kpageflags *bits, int entire_only, const struct rr_counts *out)
+/* What struct page tells of the page at `i`. Returns whether it is present and has no readable struct page. */
+static int count_page(const struct rr_page *page, size_t i, uint64_t pfn, const uint64_t *flags, int file,
+		      const struct rr_kpageflags *bits, int entire_only, const struct rr_counts *out)
 {
-	size_t i, missing = 0;
+	int present = out->state[i] == RR_PAGE_PRESENT;
+	int small = page->known && !page->large && present;
 
-	for (i = 0; i < count; i++) {
-		const struct rr_page *page = &pages[i];
-		int small = page->known && !page->large && out->state[i] == RR_PAGE_PRESENT;
-
-		missing += pfn[i] && !page->known;
-		out->is_large[i] |= page->known && page->large;
-		out->refcount[i] = page->known ? page->refcount : -1;
-		out->pincount[i] = !page->known ? -1 : page->large ? page->pincount : 0;
-		/* Of a small page the kernel's count of mappings is at hand; kpagecount says no other. */
-		out->mapcount[i] = small ? page->mapcount : -1;
-		out->unmapped[i] = pfn[i] && !small;
-		if (!flags)
-			continue;
-		out->baseline[i] = page->known && out->state[i] == RR_PAGE_PRESENT ?
-					   baseline_of(page, flags[i], file[i], bits, entire_only) :
-					   -1;
-	}
-	return missing;
+	out->is_large[i] |= page->known && page->large;
+	out->refcount[i] = page->known ? page->refcount : -1;
+	out->pincount[i] = !page->known ? -1 : page->large ? page->pincount : 0;
+	/* Of a small page the kernel's count of mappings is at hand; kpagecount says no other. */
+	out->mapcount[i] = small ? page->mapcount : -1;
+	out->unmapped[i] = pfn && !small;
+	out->baseline[i] = flags && page->known && present ? baseline_of(page, flags[i], file, bits, entire_only) : -1;
+	return pfn && !page->known;
 }
 
 /* Pages whose struct pages are held at a time: little enough to stay in a cache. */
 #define AT_A_TIME 4096
 
-/* rr_struct_pages and rr_count_pages in one. Returns 0 or a negative errno. */
+/*
+ * Counts out of struct page, read in an order of the PFNs if one is given. `flags` may be NULL; there is no baseline
+ * then. Zero and special pages have none either: their references are of their own kind. (KPF_KSM is not asked: 6.12
+ * sets it for every anonymous page, and a KSM page is referred to by its mappings only.) `missing`: how many present
+ * pages have no readable struct page. Returns 0 or a negative errno.
+ */
 int rr_read_counts(int fd, const struct rr_segment *segments, size_t nr_segments, const struct rr_section *sections,
-		   size_t nr_sections, const struct rr_page_layout *layout, const uint64_t *pfn, const uint64_t *flags,
-		   const uint8_t *file, size_t count, const struct rr_kpageflags *bits, int entire_only,
-		   const struct rr_counts *out, size_t *missing)
+		   size_t nr_sections, const struct rr_page_layout *layout, const uint64_t *pfn, const int64_t *order,
+		   const uint64_t *flags, const uint8_t *file, size_t count, const struct rr_kpageflags *bits,
+		   int entire_only, const struct rr_counts *out, size_t *missing)
 {
+	struct memmap map = {
+		.fd = fd, .segments = segments, .nr_segments = nr_segments, .sections = sections,
+		.nr_sections = nr_sections, .layout = layout,
+		.window = malloc((size_t)WINDOW * layout->page_struct_size),
+	};
 	struct rr_page *pages = malloc(AT_A_TIME * sizeof(*pages));
-	size_t at, n;
-	int error = 0;
+	uint64_t *wanted = malloc(AT_A_TIME * sizeof(*wanted));
+	int error = map.window && pages && wanted ? 0 : -ENOMEM;
+	size_t at, n, i;
 
-	if (!pages)
-		return -ENOMEM;
 	*missing = 0;
-	for (at = 0; at < count; at += n) {
-		const struct rr_counts part = {
-			.state = out->state + at,
-			.is_large = out->is_large + at,
-			.unmapped = out->unmapped + at,
-			.refcount = out->refcount + at,
-			.mapcount = out->mapcount + at,
-			.pincount = out->pincount + at,
-			.baseline = out->baseline + at,
-		};
-
+	for (at = 0; !error && at < count; at += n) {
 		n = count - at < AT_A_TIME ? count - at : AT_A_TIME;
-		error = rr_struct_pages(fd, segments, nr_segments, sections, nr_sections, layout, pfn + at, n, pages);
-		if (error)
-			break;
-		*missing += rr_count_pages(pfn + at, flags ? flags + at : NULL, file + at, pages, n, bits,
-					   entire_only, &part);
+		for (i = 0; i < n; i++)
+			wanted[i] = pfn[order ? (size_t)order[at + i] : at + i];
+		read_struct_pages(&map, wanted, n, pages);
+		for (i = 0; i < n; i++) {
+			size_t where = order ? (size_t)order[at + i] : at + i;
+
+			*missing += count_page(&pages[i], where, wanted[i], flags, file[where], bits, entire_only, out);
+		}
 	}
+	free(wanted);
 	free(pages);
+	free(map.window);
 	return error;
 }

@@ -33,20 +33,6 @@ struct rr_page_layout {
 	int32_t compound_may_be_mask;
 };
 
-/* What struct page said of one PFN. The counts are those of the head page; `head` is its PFN. */
-struct rr_page {
-	uint64_t flags;
-	uint64_t head;
-	int32_t refcount;
-	int32_t mapcount;
-	int32_t pincount;
-	int32_t large_mapcount;
-	int32_t nr_pages;
-	uint32_t known;
-	uint32_t large;
-	uint32_t unused;
-};
-
 /* What a page table entry holds. */
 enum rr_page_state {
 	RR_PAGE_ABSENT,
@@ -100,20 +86,15 @@ int rr_read_entries_at(int fd, const uint64_t *index, size_t count, uint64_t abs
 int64_t rr_runs(const int64_t *value, size_t count, int64_t step, struct rr_run *out, size_t room);
 int rr_kcore_gather(int fd, const struct rr_segment *segments, size_t nr_segments, const uint64_t *address,
 		    size_t count, size_t width, uint8_t *out, uint8_t *ok);
-int rr_struct_pages(int fd, const struct rr_segment *segments, size_t nr_segments, const struct rr_section *sections,
-		    size_t nr_sections, const struct rr_page_layout *layout, const uint64_t *pfn, size_t count,
-		    struct rr_page *out);
 size_t rr_decode_pagemap(const uint64_t *entry, size_t count, uint64_t *pfn, uint8_t *state, uint8_t *file,
 			 uint8_t *exclusive);
 void rr_locate(const uint64_t *pfn, size_t count, const struct rr_places *places, uint8_t absent, uint8_t unknown,
 	       uint8_t *place, int32_t *node);
 void rr_flag_pages(const uint64_t *pfn, const uint64_t *flags, size_t count, const struct rr_kpageflags *bits,
 		   uint8_t unknown, uint8_t *place, uint8_t *state, uint8_t *is_large);
-size_t rr_count_pages(const uint64_t *pfn, const uint64_t *flags, const uint8_t *file, const struct rr_page *pages,
-		      size_t count, const struct rr_kpageflags *bits, int entire_only, const struct rr_counts *out);
 int rr_read_counts(int fd, const struct rr_segment *segments, size_t nr_segments, const struct rr_section *sections,
-		   size_t nr_sections, const struct rr_page_layout *layout, const uint64_t *pfn, const uint64_t *flags,
-		   const uint8_t *file, size_t count, const struct rr_kpageflags *bits, int entire_only,
+		   size_t nr_sections, const struct rr_page_layout *layout, const uint64_t *pfn, const int64_t *order,
+		   const uint64_t *flags, const uint8_t *file, size_t count, const struct rr_kpageflags *bits, int entire_only,
 		   const struct rr_counts *out, size_t *missing);
 
 #endif

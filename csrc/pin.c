@@ -139,13 +139,18 @@ static void close_once(int *fd)
 	*fd = -1;
 }
 
-static void pin_free(struct rr_pin *pin)
+static void close_files(struct rr_pin *pin)
 {
 	close_once(&pin->userfault);
 	close_once(&pin->ended);
 	close_once(&pin->pipe[0]);
 	close_once(&pin->pipe[1]);
 	close_once(&pin->ring);
+}
+
+static void pin_free(struct rr_pin *pin)
+{
+	close_files(pin);
 	if (pin->local)
 		munmap(pin->local, pin->local_length);
 	if (pin->stacks)
@@ -214,11 +219,25 @@ static void join_holders(struct rr_pin *pin)
 	}
 }
 
-static int check_range(uintptr_t address, size_t length, size_t page)
+/* Check a range, make its pages present, and make the pin of it; `step` is what fails. */
+static int prepare(enum pin_type type, uintptr_t address, size_t length, size_t holders, struct rr_pin **pin,
+		   const char **step)
 {
+	size_t page = (size_t)sysconf(_SC_PAGESIZE);
+	int ret;
+
+	*pin = NULL;
+	*step = "arguments";
 	if (length == 0 || address > UINTPTR_MAX - length || address + length > UINTPTR_MAX - page)
 		return -EINVAL;
-	return 0;
+	/* A reference for reading to a page that was never written would be one to the zero page. */
+	*step = "populate";
+	ret = rr_populate(address, length, 1);
+	if (ret)
+		return ret;
+	*step = "memory for the pin";
+	*pin = pin_new(type, address, length, holders);
+	return *pin ? 0 : -ENOMEM;
 }
 
 /* ---- FOLL_PIN: process_vm_writev + userfaultfd ---- */
@@ -353,27 +372,16 @@ int rr_pin_process_vm(uintptr_t address, size_t length, struct rr_pin **result, 
 	size_t pages_each = 2 * page / sizeof(void *);
 	struct uffdio_register registration;
 	struct rr_pin *pin;
-	uintptr_t first, last;
+	uintptr_t first = address & ~(uintptr_t)(page - 1);
+	uintptr_t last = (address + length - 1) & ~(uintptr_t)(page - 1);
+	size_t threads = ((last - first) / page + pages_each) / pages_each;
 	size_t index;
-	size_t threads;
 	int ret;
 
 	*result = NULL;
-	*step = "arguments";
-	ret = check_range(address, length, page);
+	ret = prepare(PROCESS_VM, address, length, threads, &pin, step);
 	if (ret)
 		return ret;
-	*step = "populate";
-	ret = rr_populate(address, length, 1);
-	if (ret)
-		return ret;
-	first = address & ~(uintptr_t)(page - 1);
-	last = (address + length - 1) & ~(uintptr_t)(page - 1);
-	threads = ((last - first) / page + pages_each) / pages_each;
-	*step = "memory for the pin";
-	pin = pin_new(PROCESS_VM, address, length, threads);
-	if (!pin)
-		return -ENOMEM;
 	ret = open_userfault(step);
 	if (ret < 0)
 		goto fail;
@@ -605,24 +613,13 @@ static void *hold_file(void *argument)
 
 static int pin_file(enum pin_type type, uintptr_t address, size_t length, struct rr_pin **result, const char **step)
 {
-	size_t page = (size_t)sysconf(_SC_PAGESIZE);
 	struct rr_pin *pin;
 	int ret;
 
 	*result = NULL;
-	*step = "arguments";
-	ret = check_range(address, length, page);
+	ret = prepare(type, address, length, 1, &pin, step);
 	if (ret)
 		return ret;
-	/* A reference for reading to a page that was never written would be one to the zero page. */
-	*step = "populate";
-	ret = rr_populate(address, length, 1);
-	if (ret)
-		return ret;
-	*step = "memory for the pin";
-	pin = pin_new(type, address, length, 1);
-	if (!pin)
-		return -ENOMEM;
 	*step = "pthread_create";
 	ret = start_holders(pin, hold_file);
 	if (ret) {
@@ -680,11 +677,7 @@ int rr_pin_release(struct rr_pin *pin)
 
 	if (pin->process != getpid()) {
 		/* The threads and their pins are the parent's. The lock may have been held when the process forked. */
-		close_once(&pin->userfault);
-		close_once(&pin->ended);
-		close_once(&pin->pipe[0]);
-		close_once(&pin->pipe[1]);
-		close_once(&pin->ring);
+		close_files(pin);
 		return 0;
 	}
 	pthread_mutex_lock(&pin->lock);

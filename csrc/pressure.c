@@ -8,7 +8,6 @@
 #include <errno.h>
 #include <limits.h>
 #include <linux/mempolicy.h>
-#include <string.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -17,43 +16,19 @@
 #define MAX_NODES 1024
 #define LONG_BITS (CHAR_BIT * sizeof(unsigned long))
 
-struct node_mask {
-	unsigned long word[MAX_NODES / LONG_BITS];
-};
-
-static int one_node(struct node_mask *mask, int node)
-{
-	if (node < 0 || node >= MAX_NODES)
-		return -EINVAL;
-	memset(mask, 0, sizeof(*mask));
-	mask->word[(size_t)node / LONG_BITS] = 1UL << ((size_t)node % LONG_BITS);
-	return 0;
-}
-
 /* The kernel reads one bit less than it is told (get_nodes(), mm/mempolicy.c). */
 #define MASK_BITS ((unsigned long)MAX_NODES + 1)
 
 int rr_allocate_on_node(int node)
 {
-	struct node_mask mask;
-	int ret;
+	unsigned long mask[MAX_NODES / LONG_BITS] = { 0 };
 
 	if (node < 0)
 		return syscall(SYS_set_mempolicy, MPOL_LOCAL, NULL, 0) ? -errno : 0;
-	ret = one_node(&mask, node);
-	if (ret)
-		return ret;
-	return syscall(SYS_set_mempolicy, MPOL_BIND, mask.word, MASK_BITS) ? -errno : 0;
-}
-
-int rr_map_on_node(uintptr_t address, size_t length, int node)
-{
-	struct node_mask mask;
-	int ret = one_node(&mask, node);
-
-	if (ret)
-		return ret;
-	return syscall(SYS_mbind, address, length, MPOL_BIND, mask.word, MASK_BITS, 0) ? -errno : 0;
+	if (node >= MAX_NODES)
+		return -EINVAL;
+	mask[(size_t)node / LONG_BITS] = 1UL << ((size_t)node % LONG_BITS);
+	return syscall(SYS_set_mempolicy, MPOL_BIND, mask, MASK_BITS) ? -errno : 0;
 }
 
 int rr_drop_pages(uintptr_t address, size_t pages, const uint8_t *marks, size_t *dropped)

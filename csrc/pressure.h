@@ -13,9 +13,6 @@
  */
 int rr_allocate_on_node(int node);
 
-/* The same for one mapping, whoever touches it (mbind(2)). */
-int rr_map_on_node(uintptr_t address, size_t length, int node);
-
 /*
  * Give back the pages of [address, address + pages) whose byte in `marks` is not 0; the range stays mapped. Neighbours
  * go in one call. `*dropped` counts the pages that were given back, also after an error.

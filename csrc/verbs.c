@@ -22,32 +22,56 @@ _Static_assert(sizeof(struct rr_mr) == sizeof(struct abi_mr), "struct rr_mr is s
 _Static_assert(offsetof(struct rr_mr, lkey) == offsetof(struct abi_mr, lkey), "struct rr_mr is struct ibv_mr");
 _Static_assert(offsetof(struct rr_mr, rkey) == offsetof(struct abi_mr, rkey), "struct rr_mr is struct ibv_mr");
 
+/*
+ * Every function that is looked up: its symbol and the version of it, whether a library may lack it, what it returns,
+ * its name here, what it takes.
+ */
+#define VERBS(VERB) \
+	VERB("ibv_get_device_list", "IBVERBS_1.1", false, void **, get_device_list, (int *count)) \
+	VERB("ibv_free_device_list", "IBVERBS_1.1", false, void, free_device_list, (void **list)) \
+	VERB("ibv_get_device_name", "IBVERBS_1.1", false, const char *, get_device_name, (void *device)) \
+	VERB("ibv_open_device", "IBVERBS_1.1", false, struct abi_context *, open_device, (void *device)) \
+	VERB("ibv_close_device", "IBVERBS_1.1", false, int, close_device, (struct abi_context *context)) \
+	VERB("ibv_query_device", "IBVERBS_1.1", false, int, query_device, \
+	     (struct abi_context *context, struct abi_device_attr *attributes)) \
+	VERB("ibv_query_port", "IBVERBS_1.1", false, int, query_port, \
+	     (struct abi_context *context, uint8_t port, struct abi_port_attr *attributes)) \
+	VERB("ibv_query_gid", "IBVERBS_1.1", false, int, query_gid, \
+	     (struct abi_context *context, uint8_t port, int index, union abi_gid *gid)) \
+	VERB("ibv_alloc_pd", "IBVERBS_1.1", false, struct abi_pd *, alloc_pd, (struct abi_context *context)) \
+	VERB("ibv_dealloc_pd", "IBVERBS_1.1", false, int, dealloc_pd, (struct abi_pd *pd)) \
+	VERB("ibv_reg_mr", "IBVERBS_1.1", false, struct abi_mr *, reg_mr, \
+	     (struct abi_pd *pd, void *address, size_t length, int access)) \
+	VERB("ibv_reg_mr_iova2", "IBVERBS_1.8", true, struct abi_mr *, reg_mr_iova2, \
+	     (struct abi_pd *pd, void *address, size_t length, uint64_t iova, unsigned int access)) \
+	VERB("ibv_reg_dmabuf_mr", "IBVERBS_1.12", true, struct abi_mr *, reg_dmabuf_mr, \
+	     (struct abi_pd *pd, uint64_t offset, size_t length, uint64_t iova, int fd, int access)) \
+	VERB("ibv_dereg_mr", "IBVERBS_1.1", false, int, dereg_mr, (struct abi_mr *mr)) \
+	VERB("ibv_create_cq", "IBVERBS_1.1", false, struct abi_cq *, create_cq, \
+	     (struct abi_context *context, int entries, void *cq_context, void *channel, int vector)) \
+	VERB("ibv_destroy_cq", "IBVERBS_1.1", false, int, destroy_cq, (struct abi_cq *cq)) \
+	VERB("ibv_create_qp", "IBVERBS_1.1", false, struct abi_qp *, create_qp, \
+	     (struct abi_pd *pd, struct abi_qp_init_attr *attributes)) \
+	VERB("ibv_modify_qp", "IBVERBS_1.1", false, int, modify_qp, \
+	     (struct abi_qp *qp, struct abi_qp_attr *attributes, int mask)) \
+	VERB("ibv_destroy_qp", "IBVERBS_1.1", false, int, destroy_qp, (struct abi_qp *qp)) \
+	VERB("ibv_wc_status_str", "IBVERBS_1.1", false, const char *, wc_status_str, (int status))
+
+#define MEMBER(symbol, version, optional, returns, member, parameters) returns (*member) parameters;
+#define ROW(symbol, version, optional, returns, member, parameters) \
+	{ symbol, version, offsetof(struct rr_verbs, member), optional },
+
 struct rr_verbs {
 	void *library;
-	void **(*get_device_list)(int *count);
-	void (*free_device_list)(void **list);
-	const char *(*get_device_name)(void *device);
-	struct abi_context *(*open_device)(void *device);
-	int (*close_device)(struct abi_context *context);
-	int (*query_device)(struct abi_context *context, struct abi_device_attr *attributes);
-	int (*query_port)(struct abi_context *context, uint8_t port, struct abi_port_attr *attributes);
-	int (*query_gid)(struct abi_context *context, uint8_t port, int index, union abi_gid *gid);
-	struct abi_pd *(*alloc_pd)(struct abi_context *context);
-	int (*dealloc_pd)(struct abi_pd *pd);
-	struct abi_mr *(*reg_mr)(struct abi_pd *pd, void *address, size_t length, int access);
-	struct abi_mr *(*reg_mr_iova2)(struct abi_pd *pd, void *address, size_t length, uint64_t iova,
-				       unsigned int access);
-	struct abi_mr *(*reg_dmabuf_mr)(struct abi_pd *pd, uint64_t offset, size_t length, uint64_t iova, int fd,
-					int access);
-	int (*dereg_mr)(struct abi_mr *mr);
-	struct abi_cq *(*create_cq)(struct abi_context *context, int entries, void *cq_context, void *channel,
-				    int vector);
-	int (*destroy_cq)(struct abi_cq *cq);
-	struct abi_qp *(*create_qp)(struct abi_pd *pd, struct abi_qp_init_attr *attributes);
-	int (*modify_qp)(struct abi_qp *qp, struct abi_qp_attr *attributes, int mask);
-	int (*destroy_qp)(struct abi_qp *qp);
-	const char *(*wc_status_str)(int status);
+	VERBS(MEMBER)
 };
+
+static const struct {
+	const char *name;
+	const char *version;
+	size_t offset;
+	bool optional;
+} functions[] = { VERBS(ROW) };
 
 struct rr_device {
 	struct rr_verbs *verbs;
@@ -81,34 +105,6 @@ static void *find(void *library, const char *name, const char *version)
 	function = dlsym(library, name);
 	return function;
 }
-
-static const struct {
-	const char *name;
-	const char *version;
-	size_t offset;
-	bool optional;
-} functions[] = {
-	{ "ibv_get_device_list", "IBVERBS_1.1", offsetof(struct rr_verbs, get_device_list), false },
-	{ "ibv_free_device_list", "IBVERBS_1.1", offsetof(struct rr_verbs, free_device_list), false },
-	{ "ibv_get_device_name", "IBVERBS_1.1", offsetof(struct rr_verbs, get_device_name), false },
-	{ "ibv_open_device", "IBVERBS_1.1", offsetof(struct rr_verbs, open_device), false },
-	{ "ibv_close_device", "IBVERBS_1.1", offsetof(struct rr_verbs, close_device), false },
-	{ "ibv_query_device", "IBVERBS_1.1", offsetof(struct rr_verbs, query_device), false },
-	{ "ibv_query_port", "IBVERBS_1.1", offsetof(struct rr_verbs, query_port), false },
-	{ "ibv_query_gid", "IBVERBS_1.1", offsetof(struct rr_verbs, query_gid), false },
-	{ "ibv_alloc_pd", "IBVERBS_1.1", offsetof(struct rr_verbs, alloc_pd), false },
-	{ "ibv_dealloc_pd", "IBVERBS_1.1", offsetof(struct rr_verbs, dealloc_pd), false },
-	{ "ibv_reg_mr", "IBVERBS_1.1", offsetof(struct rr_verbs, reg_mr), false },
-	{ "ibv_reg_mr_iova2", "IBVERBS_1.8", offsetof(struct rr_verbs, reg_mr_iova2), true },
-	{ "ibv_reg_dmabuf_mr", "IBVERBS_1.12", offsetof(struct rr_verbs, reg_dmabuf_mr), true },
-	{ "ibv_dereg_mr", "IBVERBS_1.1", offsetof(struct rr_verbs, dereg_mr), false },
-	{ "ibv_create_cq", "IBVERBS_1.1", offsetof(struct rr_verbs, create_cq), false },
-	{ "ibv_destroy_cq", "IBVERBS_1.1", offsetof(struct rr_verbs, destroy_cq), false },
-	{ "ibv_create_qp", "IBVERBS_1.1", offsetof(struct rr_verbs, create_qp), false },
-	{ "ibv_modify_qp", "IBVERBS_1.1", offsetof(struct rr_verbs, modify_qp), false },
-	{ "ibv_destroy_qp", "IBVERBS_1.1", offsetof(struct rr_verbs, destroy_qp), false },
-	{ "ibv_wc_status_str", "IBVERBS_1.1", offsetof(struct rr_verbs, wc_status_str), false },
-};
 
 int rr_verbs_load(const char *path, struct rr_verbs **result, char *why, size_t why_size)
 {
@@ -364,6 +360,18 @@ static uint64_t now_ms(void)
 	return (uint64_t)now.tv_sec * 1000 + (uint64_t)now.tv_nsec / 1000000;
 }
 
+/* Change a queue pair's state; the attributes are empty afterwards. */
+static int modify(struct rr_verbs *verbs, struct abi_qp *qp, struct abi_qp_attr *attributes, int mask,
+		  const char *state, char *why, size_t why_size)
+{
+	int ret = verbs->modify_qp(qp, attributes, ABI_QP_STATE | mask);
+
+	if (ret)
+		snprintf(why, why_size, "ibv_modify_qp to %s: %s", state, strerror(abs(ret)));
+	memset(attributes, 0, sizeof(*attributes));
+	return -abs(ret);
+}
+
 static int connect_qp(struct rr_pd *pd, struct abi_qp *qp, const struct abi_qp *peer, const struct rr_transfer *transfer,
 		      const struct rr_port_attributes *port, const union abi_gid *gid, char *why, size_t why_size)
 {
@@ -375,13 +383,9 @@ static int connect_qp(struct rr_pd *pd, struct abi_qp *qp, const struct abi_qp *
 	attributes.qp_state = ABI_QPS_INIT;
 	attributes.port_num = transfer->port;
 	attributes.qp_access_flags = ABI_ACCESS_LOCAL_WRITE | ABI_ACCESS_REMOTE_WRITE | ABI_ACCESS_REMOTE_READ;
-	ret = verbs->modify_qp(qp, &attributes,
-			       ABI_QP_STATE | ABI_QP_PKEY_INDEX | ABI_QP_PORT | ABI_QP_ACCESS_FLAGS);
-	if (ret) {
-		snprintf(why, why_size, "ibv_modify_qp to INIT: %s", strerror(abs(ret)));
-		return -abs(ret);
-	}
-	memset(&attributes, 0, sizeof(attributes));
+	ret = modify(verbs, qp, &attributes, ABI_QP_PKEY_INDEX | ABI_QP_PORT | ABI_QP_ACCESS_FLAGS, "INIT", why, why_size);
+	if (ret)
+		return ret;
 	attributes.qp_state = ABI_QPS_RTR;
 	attributes.path_mtu = port->active_mtu;
 	attributes.dest_qp_num = peer->qp_num;
@@ -395,27 +399,20 @@ static int connect_qp(struct rr_pd *pd, struct abi_qp *qp, const struct abi_qp *
 		attributes.ah_attr.grh.sgid_index = (uint8_t)transfer->gid_index;
 		attributes.ah_attr.grh.hop_limit = 64;
 	}
-	ret = verbs->modify_qp(qp, &attributes,
-			       ABI_QP_STATE | ABI_QP_AV | ABI_QP_PATH_MTU | ABI_QP_DEST_QPN | ABI_QP_RQ_PSN |
-				       ABI_QP_MAX_DEST_RD_ATOMIC | ABI_QP_MIN_RNR_TIMER);
-	if (ret) {
-		snprintf(why, why_size, "ibv_modify_qp to RTR: %s", strerror(abs(ret)));
-		return -abs(ret);
-	}
-	memset(&attributes, 0, sizeof(attributes));
+	ret = modify(verbs, qp, &attributes,
+		     ABI_QP_AV | ABI_QP_PATH_MTU | ABI_QP_DEST_QPN | ABI_QP_RQ_PSN | ABI_QP_MAX_DEST_RD_ATOMIC |
+			     ABI_QP_MIN_RNR_TIMER,
+		     "RTR", why, why_size);
+	if (ret)
+		return ret;
 	attributes.qp_state = ABI_QPS_RTS;
 	attributes.timeout = 14;
 	attributes.retry_cnt = 7;
 	attributes.rnr_retry = 7;
 	attributes.max_rd_atomic = 1;
-	ret = verbs->modify_qp(qp, &attributes,
-			       ABI_QP_STATE | ABI_QP_TIMEOUT | ABI_QP_RETRY_CNT | ABI_QP_RNR_RETRY | ABI_QP_SQ_PSN |
-				       ABI_QP_MAX_QP_RD_ATOMIC);
-	if (ret) {
-		snprintf(why, why_size, "ibv_modify_qp to RTS: %s", strerror(abs(ret)));
-		return -abs(ret);
-	}
-	return 0;
+	return modify(verbs, qp, &attributes,
+		      ABI_QP_TIMEOUT | ABI_QP_RETRY_CNT | ABI_QP_RNR_RETRY | ABI_QP_SQ_PSN | ABI_QP_MAX_QP_RD_ATOMIC,
+		      "RTS", why, why_size);
 }
 
 static int await_completion(struct rr_verbs *verbs, struct abi_cq *cq, uint64_t deadline, char *why, size_t why_size)

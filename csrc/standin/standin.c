@@ -99,13 +99,20 @@ static int overlaps(uintptr_t address, size_t length)
 	return 0;
 }
 
-static void unlink_range(struct range *gone)
+/* Take a range that begins at an address out of the list, for its owner to free; NULL where there is none. */
+static struct range *take_out(void *begin, int type, int allocated)
 {
+	struct range *found = NULL;
+
+	pthread_mutex_lock(&lock);
 	for (struct range **link = &ranges; *link; link = &(*link)->next)
-		if (*link == gone) {
-			*link = gone->next;
-			return;
+		if ((*link)->type == type && (*link)->allocated == allocated && (*link)->address == (uintptr_t)begin) {
+			found = *link;
+			*link = found->next;
+			break;
 		}
+	pthread_mutex_unlock(&lock);
+	return found;
 }
 
 static int failed(int error, int cuda_error)
@@ -127,46 +134,46 @@ EXPORT int regrepro_standin_alive(void *host)
 	return alive;
 }
 
+static const struct error {
+	int number;
+	const char *name, *text, *driver_name;
+} errors[] = {
+	{ SUCCESS, "cudaSuccess", "no error (stand-in)", "CUDA_SUCCESS" },
+	{ INVALID_VALUE, "cudaErrorInvalidValue", "invalid argument (stand-in)", "CUDA_ERROR_INVALID_VALUE" },
+	{ MEMORY_ALLOCATION, "cudaErrorMemoryAllocation", "out of memory (stand-in)", "CUDA_ERROR_OUT_OF_MEMORY" },
+	{ INVALID_DEVICE, "cudaErrorInvalidDevice", "invalid device ordinal (stand-in)", NULL },
+	{ OPERATING_SYSTEM, "cudaErrorOperatingSystem", "the kernel refused the pin (stand-in)",
+	  "CUDA_ERROR_OPERATING_SYSTEM" },
+	{ ALREADY_REGISTERED, "cudaErrorHostMemoryAlreadyRegistered",
+	  "part of the memory is already registered (stand-in)", NULL },
+	{ NOT_REGISTERED, "cudaErrorHostMemoryNotRegistered", "the memory is not registered (stand-in)", NULL },
+	{ NOT_SUPPORTED, "cudaErrorNotSupported", "not supported by this kernel or by the stand-in (stand-in)",
+	  "CUDA_ERROR_NOT_SUPPORTED" },
+};
+static const struct error unrecognized = { 0, "unrecognized error code", "unrecognized error code (stand-in)", NULL };
+
+static const struct error *error_of(int number)
+{
+	for (size_t i = 0; i < sizeof(errors) / sizeof(errors[0]); i++)
+		if (errors[i].number == number)
+			return &errors[i];
+	return &unrecognized;
+}
+
 EXPORT const char *cudaGetErrorName(int error)
 {
-	switch (error) {
-	case SUCCESS: return "cudaSuccess";
-	case INVALID_VALUE: return "cudaErrorInvalidValue";
-	case MEMORY_ALLOCATION: return "cudaErrorMemoryAllocation";
-	case INVALID_DEVICE: return "cudaErrorInvalidDevice";
-	case OPERATING_SYSTEM: return "cudaErrorOperatingSystem";
-	case ALREADY_REGISTERED: return "cudaErrorHostMemoryAlreadyRegistered";
-	case NOT_REGISTERED: return "cudaErrorHostMemoryNotRegistered";
-	case NOT_SUPPORTED: return "cudaErrorNotSupported";
-	default: return "unrecognized error code";
-	}
+	return error_of(error)->name;
 }
 
 EXPORT const char *cudaGetErrorString(int error)
 {
-	switch (error) {
-	case SUCCESS: return "no error (stand-in)";
-	case INVALID_VALUE: return "invalid argument (stand-in)";
-	case MEMORY_ALLOCATION: return "out of memory (stand-in)";
-	case INVALID_DEVICE: return "invalid device ordinal (stand-in)";
-	case OPERATING_SYSTEM: return "the kernel refused the pin (stand-in)";
-	case ALREADY_REGISTERED: return "part of the memory is already registered (stand-in)";
-	case NOT_REGISTERED: return "the memory is not registered (stand-in)";
-	case NOT_SUPPORTED: return "not supported by this kernel or by the stand-in (stand-in)";
-	default: return "unrecognized error code (stand-in)";
-	}
+	return error_of(error)->text;
 }
 
 EXPORT int cuGetErrorName(int error, const char **name)
 {
-	switch (error) {
-	case SUCCESS: *name = "CUDA_SUCCESS"; return SUCCESS;
-	case INVALID_VALUE: *name = "CUDA_ERROR_INVALID_VALUE"; return SUCCESS;
-	case MEMORY_ALLOCATION: *name = "CUDA_ERROR_OUT_OF_MEMORY"; return SUCCESS;
-	case OPERATING_SYSTEM: *name = "CUDA_ERROR_OPERATING_SYSTEM"; return SUCCESS;
-	case NOT_SUPPORTED: *name = "CUDA_ERROR_NOT_SUPPORTED"; return SUCCESS;
-	default: *name = NULL; return INVALID_VALUE;
-	}
+	*name = error_of(error)->driver_name;
+	return *name ? SUCCESS : INVALID_VALUE;
 }
 
 /* 0.0: no version of CUDA, so that nobody takes the number for one. */
@@ -191,11 +198,6 @@ EXPORT int cudaGetDeviceCount(int *count)
 EXPORT int cudaSetDevice(int device)
 {
 	return device ? INVALID_DEVICE : SUCCESS;
-}
-
-EXPORT int cudaDeviceSynchronize(void)
-{
-	return SUCCESS;
 }
 
 /* Caller holds the lock. Takes over nothing on failure. */
@@ -225,16 +227,10 @@ static int pin_range(uintptr_t address, size_t length, int allocated)
 
 static int release_host(void *host, int allocated)
 {
-	struct range *r;
+	struct range *r = take_out(host, TYPE_HOST, allocated);
 
-	pthread_mutex_lock(&lock);
-	r = find((uintptr_t)host, TYPE_HOST);
-	if (!r || r->allocated != allocated || r->address != (uintptr_t)host) {
-		pthread_mutex_unlock(&lock);
+	if (!r)
 		return failed(EINVAL, allocated ? INVALID_VALUE : NOT_REGISTERED);
-	}
-	unlink_range(r);
-	pthread_mutex_unlock(&lock);
 	rr_pin_destroy(r->pin);
 	if (allocated)
 		munmap((void *)r->address, r->length);
@@ -370,14 +366,9 @@ EXPORT int cudaFree(void *device)
 
 	if (!device)
 		return SUCCESS;
-	pthread_mutex_lock(&lock);
-	r = find((uintptr_t)device, TYPE_DEVICE);
-	if (!r || r->address != (uintptr_t)device) {
-		pthread_mutex_unlock(&lock);
+	r = take_out(device, TYPE_DEVICE, 0);
+	if (!r)
 		return failed(EINVAL, INVALID_VALUE);
-	}
-	unlink_range(r);
-	pthread_mutex_unlock(&lock);
 	munmap((void *)r->address, r->length);
 	close(r->memfd);
 	free(r);

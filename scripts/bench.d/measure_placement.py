@@ -55,7 +55,7 @@ def page_state(work: Work) -> list[Row]:
 @measurement("filling 1 GiB for pressure over stress-ng --vm-populate and a bare MAP_POPULATE", where="guest")
 def fill(work: Work) -> list[Row]:
     """By turns; stress-ng, where it is installed, less what it takes for 64 KiB."""
-    from regrepro.kernel.pressure import map_for
+    from regrepro.kernel.pressure.holder import map_for
 
     threads = len(os.sched_getaffinity(0))
 

@@ -29,7 +29,7 @@ def trace(work: Work) -> list[Row]:
     """
     from regrepro.core import verbs
     from regrepro.core.memory import Range
-    from regrepro.kernel.leftovers import Journal
+    from regrepro.kernel.journal import Journal
     from regrepro.kernel.trace import Tracer
 
     [name, *_] = verbs.devices()

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from regrepro.kernel import procfs
 from regrepro.kernel.zones import (
-    CMDLINE,
     PAGE_SIZE,
     CmaArea,
     Zone,
@@ -82,7 +82,7 @@ class Boot:
 def read(given: Iterable[str] = ()) -> list[Reservation]:
     """Return what this boot made of the arguments; `given`: those of `--boot`, none on a node."""
     asked = list(given)
-    command_line = CMDLINE.read_text()
+    command_line = procfs.command_line() or ""
     names = (*CMA, *MOVABLE, *KHO)
     if not asked and not any(name in names for name, _ in _words(command_line)):
         return []
@@ -92,7 +92,7 @@ def read(given: Iterable[str] = ()) -> list[Reservation]:
         read_meminfo(),
         cma_areas_of_sysfs() or cma_areas_of_debugfs(),
         _kho_scratch(),
-        _passed_to_init(),
+        frozenset(procfs.init_environment()),
     )
     return find(command_line, boot, asked)
 
@@ -264,11 +264,3 @@ def _kho_scratch() -> int | None:
             continue
         return sum(int(word, 16) for word in re.findall(r"0x[0-9a-fA-F]{1,16}", text))
     return None
-
-
-def _passed_to_init() -> frozenset[str]:
-    try:
-        environment = Path("/proc/1/environ").read_bytes()
-    except OSError:
-        return frozenset()
-    return frozenset(environment.decode("utf-8", "replace").split("\0")) - {""}

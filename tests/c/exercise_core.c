@@ -70,10 +70,9 @@ static void exercise_memory(size_t page)
 	CHECK(rr_checksum(area + 1, 13) != rr_checksum(area + 1, 12));
 	rr_fill(area + 3, 29, 9);
 	CHECK(rr_checksum(area, 64 * page) != sum);
-	CHECK(rr_equal(area, area, 64 * page) == 1);
-	CHECK(rr_equal(area, area + page, page) == 0);
+	CHECK(rr_checksum(area, page) != rr_checksum(area + page, page));
 	rr_copy(area, area + page, page);
-	CHECK(rr_equal(area, area + page, page) == 1);
+	CHECK(rr_checksum(area, page) == rr_checksum(area + page, page));
 
 	CHECK(rr_map(8 * page, 0, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0, &target) == 0);
 	CHECK(rr_populate(target, page, 1) == -EFAULT || rr_populate(target, page, 1) == -ENOMEM);
@@ -221,7 +220,7 @@ static void exercise_verbs(const char *library)
 	transfer.target = (uintptr_t)bytes + 100000;
 	transfer.length = 100000;
 	CHECK(rr_loopback(pd, &transfer, why, sizeof(why)) == 0);
-	CHECK(rr_equal(transfer.source, transfer.target, 100000));
+	CHECK(!memcmp((void *)transfer.source, (void *)transfer.target, 100000));
 	transfer.gid_index = 9;
 	CHECK(rr_loopback(pd, &transfer, why, sizeof(why)) == -EINVAL && *why);
 	transfer.port = 7;

@@ -50,14 +50,13 @@ static void exercise_real(struct rr_cuda *cuda)
 		CHECK(value >= 12000);
 	refused(cuda, rr_cuda_device_count(cuda, &value), "cudaGetDeviceCount");
 	refused(cuda, rr_cuda_set_device(cuda, 0), "cudaSetDevice");
-	refused(cuda, rr_cuda_host_alloc(cuda, &address, 4096, 2), "cudaHostAlloc");
+	refused(cuda, rr_cuda_host_alloc(cuda, 4096, 2, &address), "cudaHostAlloc");
 	CHECK(address == 0);
 	refused(cuda, rr_cuda_host_register(cuda, 0x10000, 4096, 3), "cudaHostRegister");
 	refused(cuda, rr_cuda_host_unregister(cuda, 0x10000), "cudaHostUnregister");
 	refused(cuda, rr_cuda_host_device_pointer(cuda, 0x10000, &address), "cudaHostGetDevicePointer");
 	refused(cuda, rr_cuda_pointer_attributes(cuda, 0x10000, &pointer), "cudaPointerGetAttributes");
-	refused(cuda, rr_cuda_malloc(cuda, &address, 4096), "cudaMalloc");
-	refused(cuda, rr_cuda_device_synchronize(cuda), "cudaDeviceSynchronize");
+	refused(cuda, rr_cuda_malloc(cuda, 4096, &address), "cudaMalloc");
 	/* No driver library was opened: our own errno, not a call into nowhere. */
 	CHECK(rr_cu_vmm_alloc(cuda, 0, 4096, 1, &vmm) == -ENOSYS);
 	CHECK(rr_cu_vmm_free(cuda, &vmm) == -ENOSYS);
@@ -76,7 +75,7 @@ static void exercise_host(struct rr_cuda *cuda, size_t page)
 	void *own;
 	int error;
 
-	error = rr_cuda_host_alloc(cuda, &address, 3 * page + 1, 2);
+	error = rr_cuda_host_alloc(cuda, 3 * page + 1, 2, &address);
 	if (error) {
 		printf("# skip cudaHostAlloc: %s, errno %d\n", rr_cuda_error_name(cuda, error),
 		       rr_cuda_stand_in_errno(cuda));
@@ -109,7 +108,7 @@ static void exercise_stand_in(struct rr_cuda *cuda)
 		CHECK(rr_cuda_stand_in_contract(cuda, longterm) == 0);
 		exercise_host(cuda, page);
 	}
-	CHECK(rr_cuda_malloc(cuda, &device, 5 * page) == 0);
+	CHECK(rr_cuda_malloc(cuda, 5 * page, &device) == 0);
 	CHECK(rr_cuda_pointer_attributes(cuda, device + page, &pointer) == 0 && pointer.type == 2);
 	if (rr_cu_dmabuf_fd(cuda, device, page, 0, &fd) == 0)
 		close(fd);

@@ -27,7 +27,8 @@ import numpy as np
 from regrepro import reservations
 from regrepro.core import memory, pins
 from regrepro.errors import Unmet
-from regrepro.kernel import leftovers, node, pressure, zones
+from regrepro.kernel import node, reclaim, zones
+from regrepro.kernel.journal import Journal, journal_directory
 from regrepro.kernel.memoryblocks import MemoryBlock, block_size, candidates, online_movable
 from regrepro.kernel.memorymap import (
     ABSENT,
@@ -40,6 +41,7 @@ from regrepro.kernel.memorymap import (
 )
 from regrepro.kernel.pageblocks import BitmapLayout, read_pagetypeinfo
 from regrepro.kernel.pagestate import GUP_PIN_COUNTING_BIAS, STATE_NAMES, PageReader, PageState
+from regrepro.kernel.pressure.stalls import oom_kills
 
 PAGE = memory.PAGE_SIZE
 PIN_TAKERS: dict[str, Callable[[int, int], pins.HeldPin]] = {
@@ -230,7 +232,7 @@ def churn(seconds: float) -> None:
     for work in (hog, stir, fill):
         workers.append(multiprocessing.Process(target=work, daemon=True))
     before = free_unpinnable()
-    kills = pressure.oom_kills()
+    kills = oom_kills()
     for worker in workers:
         worker.start()
     passed = attempts = rounds = compared = moved_zones = 0
@@ -257,7 +259,7 @@ def churn(seconds: float) -> None:
     note = f"{time.monotonic() - began:.0f} s: {counts}, {compared} counts compared, {attempts} attempts"
     check(f"churn: self-check passed in all of {rounds} maps", passed == rounds, f"{note} {differences[:4]}")
     check("churn: zones equal /proc/zoneinfo in each", moved_zones == 0, f"{moved_zones} did not")
-    check("churn: no process was ended for want of memory", pressure.oom_kills() == kills)
+    check("churn: no process was ended for want of memory", oom_kills() == kills)
 
 
 def free_unpinnable() -> int:
@@ -500,7 +502,7 @@ def speed(reader: PageReader) -> None:
             print(f"# {pages} pages: snapshot {best * 1e3:.2f} ms, as_record {bare * 1e3:.2f} ms")
 
 
-# --- memory blocks and leftovers ---
+# --- memory blocks, and what killed runs leave ---
 
 
 def block_states() -> dict[int, str]:
@@ -514,7 +516,7 @@ def block_states() -> dict[int, str]:
 
 def movable_blocks(memory_map: MemoryMap) -> None:
     before = block_states()
-    journal = leftovers.Journal()
+    journal = Journal()
     steps: list[dict[str, object]] = []
     try:
         began = time.monotonic()
@@ -566,17 +568,17 @@ def movable_blocks(memory_map: MemoryMap) -> None:
         )
     check(
         "blocks: the journal is empty",
-        not journal.entries and not list(leftovers.journal_directory().glob("*.json")),
+        not journal.entries and not list(journal_directory().glob("*.json")),
     )
     child = os.fork()
     if child == 0:
-        online_movable(leftovers.Journal(), memory_map=memory_map)
+        online_movable(Journal(), memory_map=memory_map)
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
     changed = {k for k, v in block_states().items() if before.get(k) != v}
     check("blocks: a killed run leaves its block", len(changed) == 1, changed)
     answers: list[list[str]] = []
-    threads = [threading.Thread(target=lambda: answers.append(leftovers.reclaim())) for _ in range(2)]
+    threads = [threading.Thread(target=lambda: answers.append(reclaim.reclaim())) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -588,13 +590,13 @@ def movable_blocks(memory_map: MemoryMap) -> None:
     )
     child = os.fork()
     if child == 0:
-        mine = leftovers.Journal()
+        mine = Journal()
         number = candidates(memory_map)[0].number
         mine.add("memory-block", block=number, restore="online_kernel")
         MemoryBlock(number).change("offline", 10)
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
-    said = leftovers.reclaim()
+    said = reclaim.reclaim()
     check("blocks: killed between offline and online: given back", block_states() == before, said)
     for label, call in {
         "a node that is not there": lambda: online_movable(journal, node=4096),
@@ -609,7 +611,7 @@ def movable_blocks(memory_map: MemoryMap) -> None:
     hog_until_unmet(journal, before)
 
 
-def hog_until_unmet(journal: leftovers.Journal, before: dict[int, str]) -> None:
+def hog_until_unmet(journal: Journal, before: dict[int, str]) -> None:
     with contextlib.ExitStack() as hogs:
         # What is taken drives out page cache and slabs of which the kernel counts only a part as available.
         for _ in range(8):
@@ -640,7 +642,7 @@ def as_ordinary_user() -> None:
             record = state.as_record()
         facts = node.node_facts()
         try:
-            online_movable(leftovers.Journal())
+            online_movable(Journal())
             unmet = None
         except Unmet as error:
             unmet = str(error)
@@ -652,7 +654,7 @@ def as_ordinary_user() -> None:
             "place": record["place"],
             "caps": facts["capabilities"],
             "unmet": unmet,
-            "said": leftovers.reclaim(),
+            "said": reclaim.reclaim(),
             "reservations": [item.as_record() for item in reservations.read()],
         }
 

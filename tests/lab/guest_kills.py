@@ -20,7 +20,7 @@ from pathlib import Path
 
 from regrepro import runner
 from regrepro.errors import RegreproError
-from regrepro.kernel import leftovers, trace_fs
+from regrepro.kernel import reclaim, trace_fs
 from regrepro.options import RunOptions
 from regrepro.record import read_record
 
@@ -198,7 +198,7 @@ def main() -> int:
     _, status = os.waitpid(start(WORK / "last"), 0)
     check("a whole run works afterwards", status == 0)
     check("and kprobe_events are as they were", (TRACEFS / "kprobe_events").read_text() == probes)
-    check("and nothing is left to give back", leftovers.reclaim() == [])
+    check("and nothing is left to give back", reclaim.reclaim() == [])
     shutil.rmtree(WORK, ignore_errors=True)
     print(f"1..{len(results)}")
     return 0 if all(results) else 1

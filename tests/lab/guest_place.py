@@ -22,10 +22,16 @@ from guest_kernel import check, drain, quiet, results, skip
 
 from regrepro.core import cuda, memory
 from regrepro.errors import Unmet
-from regrepro.kernel import leftovers, pressure, zones
+from regrepro.kernel import procfs, reclaim, zones
+from regrepro.kernel.journal import Journal, journal_directory
 from regrepro.kernel.memoryblocks import online_movable
 from regrepro.kernel.memorymap import CMA, MOVABLE_ZONE, ORDINARY, UNPINNABLE, MemoryMap, read_memory_map
 from regrepro.kernel.pagestate import PageReader
+from regrepro.kernel.pressure.cgroup import CGROUP_ROOTS
+from regrepro.kernel.pressure.gpu_users import gpu_users
+from regrepro.kernel.pressure.outlook import outlook
+from regrepro.kernel.pressure.pressure import Pressure
+from regrepro.kernel.pressure.stalls import oom_kills
 from regrepro.options import RunOptions
 from regrepro.stage import buffers
 from regrepro.stage.system import System
@@ -111,9 +117,9 @@ def given_back(what: str, act: Callable[[], object]) -> None:
             break
         time.sleep(0.1)
     check(f"{what}: memory is free again", left < 24 * MIB, f"{left // MIB} MiB less are free")
-    groups = [str(path) for root in pressure.CGROUP_ROOTS for path in root.glob("regrepro-*")]
+    groups = [str(path) for root in CGROUP_ROOTS for path in root.glob("regrepro-*")]
     check(f"{what}: no control group is left", not groups, groups)
-    held = [entry.name for entry in leftovers.journal_directory().glob("*.json")]
+    held = [entry.name for entry in journal_directory().glob("*.json")]
     check(f"{what}: the journal is empty", not held, held)
 
 
@@ -131,7 +137,7 @@ def impossible(memory_map: MemoryMap) -> None:
 
     said: list[str] = []
     seen = zones.read_zones()
-    looks = [pressure.outlook(seen, node) for node in {zone.node for zone in seen if zone.free_cma}]
+    looks = [outlook(seen, node) for node in {zone.node for zone in seen if zone.free_cma}]
     if looks:
         farthest = max(looks, key=lambda item: item.before)
         small = RunOptions(place="pressure", pressure_limit=32 * MIB)
@@ -180,7 +186,7 @@ def make_large(memory_map: MemoryMap, length: int) -> str:
 def by_pressure_alone(memory_map: MemoryMap, presses: int) -> None:
     """The stand-in for CUDA maps its own memory: only pressure makes it come out of CMA."""
     reader = PageReader(memory_map)
-    kills = pressure.oom_kills()
+    kills = oom_kills()
     length = 2 * MIB
     got: list[int] = []
     draws: list[int] = []
@@ -197,7 +203,7 @@ def by_pressure_alone(memory_map: MemoryMap, presses: int) -> None:
             nonlocal worst, most, note
             for run in range(presses):
                 try:
-                    with pressure.Pressure(limit=LIMIT, memory_map=memory_map) as held:
+                    with Pressure(limit=LIMIT, memory_map=memory_map) as held:
                         report = held.press(2 * length)
                         worst, most = max(worst, report.seconds), max(most, report.held)
                         drawn: list[int] = []
@@ -221,7 +227,7 @@ def by_pressure_alone(memory_map: MemoryMap, presses: int) -> None:
         len(got) == presses and set(got) == {length // PAGE},
         f"pages in CMA {got}, draws {draws}; at most {worst:.1f} s and {most // MIB} MiB; {note}",
     )
-    check("pressure: no process was ended for want of memory", pressure.oom_kills() == kills)
+    check("pressure: no process was ended for want of memory", oom_kills() == kills)
 
 
 def killed_while_holding(memory_map: MemoryMap) -> None:
@@ -229,12 +235,12 @@ def killed_while_holding(memory_map: MemoryMap) -> None:
         read_end, write_end = os.pipe()
         child = os.fork()
         if child == 0:
-            held = pressure.Pressure(limit=LIMIT, memory_map=memory_map)
+            held = Pressure(limit=LIMIT, memory_map=memory_map)
             held.press(MIB)
             os.write(write_end, held._pid.to_bytes(8, "little"))
             signal.pause()
         holder = int.from_bytes(os.read(read_end, 8), "little")
-        groups = [path for root in pressure.CGROUP_ROOTS for path in root.glob("regrepro-*")]
+        groups = [path for root in CGROUP_ROOTS for path in root.glob("regrepro-*")]
         limits = [(group / "memory.max").read_text().strip() for group in groups]
         check("killed: the holder had a control group with the limit", limits == [str(LIMIT)], limits)
         adjusted = Path(f"/proc/{holder}/oom_score_adj").read_text().strip()
@@ -242,11 +248,11 @@ def killed_while_holding(memory_map: MemoryMap) -> None:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         for _ in range(100):
-            if leftovers.start_time(holder) is None:
+            if procfs.start_time(holder) is None:
                 break
             time.sleep(0.05)
-        check("killed: the holder ends with who held by it", leftovers.start_time(holder) is None)
-        said = leftovers.reclaim()
+        check("killed: the holder ends with who held by it", procfs.start_time(holder) is None)
+        said = reclaim.reclaim()
         check(
             "killed: the next start removes the control group", any("control group" in s for s in said), said
         )
@@ -268,17 +274,17 @@ def beside_gpu_jobs() -> None:
         signal.pause()
     try:
         for _ in range(100):
-            if pressure.gpu_users():
+            if gpu_users():
                 break
             time.sleep(0.05)
-        users = [pid for pid, _ in pressure.gpu_users()]
+        users = [pid for pid, _ in gpu_users()]
         check("gpu: the other process is seen", users == [child], users)
         try:
-            pressure.Pressure(limit=LIMIT, memory_map=None).start()
+            Pressure(limit=LIMIT, memory_map=None).start()
             check("gpu: pressure is refused", False)
         except Unmet as unmet:
             check("gpu: pressure is refused, and says by whom", str(child) in str(unmet), unmet)
-        told = pressure.Pressure(limit=LIMIT, memory_map=None, beside_gpu_jobs=True)
+        told = Pressure(limit=LIMIT, memory_map=None, beside_gpu_jobs=True)
         told.start()
         told.close()
         check("gpu: told otherwise, it goes on", True)
@@ -289,7 +295,7 @@ def beside_gpu_jobs() -> None:
 
 
 def by_block(memory_map: MemoryMap, runs: int, node: int | None = None) -> None:
-    journal = leftovers.Journal()
+    journal = Journal()
     where = "" if node is None else f" on node {node}"
     try:
         block = online_movable(journal, memory_map=memory_map, node=node)

@@ -27,8 +27,9 @@ from typing import Any
 from guest_device import device
 
 from regrepro.core import memory, pins, verbs
-from regrepro.core.iouring import IoUringRegistrar
-from regrepro.kernel import leftovers, trace_fs, trace_tree
+from regrepro.core.iouring import FixedBuffers
+from regrepro.kernel import reclaim, trace_fs, trace_tree
+from regrepro.kernel.journal import Journal
 from regrepro.kernel.trace import Tracer
 
 PAGE = memory.PAGE_SIZE
@@ -149,7 +150,7 @@ def failing_path(tracer: Tracer, pd: verbs.ProtectionDomain, refusal: bool) -> N
 
 
 def longterm(tracer: Tracer, refusal: bool) -> None:
-    with memory.Range.anonymous(8 * PAGE, huge=False) as buffer, IoUringRegistrar() as ring:
+    with memory.Range.anonymous(8 * PAGE, huge=False) as buffer, FixedBuffers() as ring:
         buffer.fill(1)
         name, _, trace = traced(tracer, lambda: ring.register(buffer.address, buffer.length), stack=True)
         calls = [call for call in trace_tree.gup_calls(trace) if call["start"] == buffer.address]
@@ -160,7 +161,7 @@ def longterm(tracer: Tracer, refusal: bool) -> None:
         )
     if not refusal:
         return
-    with memory.Range.anonymous(8 * PAGE, huge=False) as buffer, IoUringRegistrar() as ring:
+    with memory.Range.anonymous(8 * PAGE, huge=False) as buffer, FixedBuffers() as ring:
         buffer.fill(1)
         with pins.pin_process_vm(buffer.address, buffer.length):
             name, _, trace = traced(tracer, lambda: ring.register(buffer.address, buffer.length))
@@ -326,7 +327,7 @@ def killed() -> None:
     for round_number in range(4):
         child = os.fork()
         if child == 0:
-            mine = Tracer(leftovers.Journal(directory))
+            mine = Tracer(Journal(directory))
             if round_number:
                 signal.setitimer(signal.ITIMER_REAL, 0.3 * round_number)
                 signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
@@ -335,7 +336,7 @@ def killed() -> None:
         os.waitpid(child, 0)
         left = ours_left(child)
         counts.append(len(left))
-        said = leftovers.reclaim(directory)
+        said = reclaim.reclaim(directory)
         still = ours_left(child)
         check(
             f"killed {round_number}: {len(left)} left, the next start removes all", not still, "; ".join(said)
@@ -343,7 +344,7 @@ def killed() -> None:
     check("a run killed while armed does leave something", counts[0] > 5, str(counts))
     child = os.fork()
     if child == 0:
-        Tracer(leftovers.Journal(Path(tempfile.mkdtemp(prefix="regrepro-")))).arm()
+        Tracer(Journal(Path(tempfile.mkdtemp(prefix="regrepro-")))).arm()
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
     before = bool(ours_left(child))
@@ -355,7 +356,7 @@ def two_at_once(tracer: Tracer) -> None:
     child_ready, child_done = os.pipe()
     child = os.fork()
     if child == 0:
-        mine = Tracer(leftovers.Journal())
+        mine = Tracer(Journal())
         good = mine.arm()
         with memory.Range.anonymous(PAGE) as buffer:
             buffer.fill(1)
@@ -398,7 +399,7 @@ def second_tracer(pd: verbs.ProtectionDomain) -> None:
 
         bpf = bpftrace(register)
         before = hits()
-        with Tracer(leftovers.Journal()) as tracer:
+        with Tracer(Journal()) as tracer:
             for _ in range(5):
                 _, _, trace = traced(tracer, register)
             check("beside others ours sees its call", len(trace_tree.gup_calls(trace)) == 1, trace["why"])
@@ -476,7 +477,7 @@ def elsewhere() -> None:
 
 def alone() -> int:
     """Trace one call with what this process finds, and print what came of it."""
-    tracer = Tracer(leftovers.Journal())
+    tracer = Tracer(Journal())
     armed = tracer.arm()
     print(tracer.status()[1])
     if armed:
@@ -524,7 +525,7 @@ def speed(pd: verbs.ProtectionDomain) -> None:
             for name, length, count in (("4 KiB", PAGE, 200), ("64 MiB", 64 << 20, 8)):
                 found.setdefault(f"{name} untraced", []).extend(series(count, length, None))
                 found.setdefault(f"{name} C loop, untraced", []).append(loop(count, length))
-            tracer = Tracer(leftovers.Journal())
+            tracer = Tracer(Journal())
             start = time.perf_counter()
             tracer.arm()
             arming.append(time.perf_counter() - start)
@@ -561,7 +562,7 @@ def main() -> int:
             return 0
         probes_before = (TRACEFS / "kprobe_events").read_text()
         start = time.monotonic()
-        tracer = Tracer(leftovers.Journal())
+        tracer = Tracer(Journal())
         check("there is tracing here", tracer.status()[0], tracer.status()[1])
         check("it arms", tracer.arm(), f"{tracer.status()[1]} ({time.monotonic() - start:.2f} s)")
         if options.dump:

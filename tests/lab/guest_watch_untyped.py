@@ -16,6 +16,7 @@ import guest_device
 import guest_watch
 from guest_tap import check, results
 
+from regrepro.kernel import netlink
 from regrepro.lab import softroce
 from regrepro.record import read_record
 
@@ -41,7 +42,7 @@ def without_types(folder: Path) -> None:
     subprocess.run(["modprobe", "-r", "ib_cm", "ib_core"], check=False)
     for copy in copies:
         subprocess.run(["insmod", copy], check=True)
-    softroce.make_rxe()
+    netlink.new_soft_roce(softroce.DEVICE, softroce.NETDEV)
 
 
 def main() -> int:

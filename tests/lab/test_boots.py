@@ -211,9 +211,9 @@ def test_a_killed_host_leaves_no_machine_and_a_whole_record(lab: Lab, tmp_path: 
     assert list(temporary.glob("regrepro-lab-*")), "nothing to clean up: the test proves nothing"
 
     # The next start, whatever it is, removes the rest.
-    from regrepro.kernel import leftovers
+    from regrepro.kernel import reclaim
 
-    leftovers.reclaim()
+    reclaim.reclaim()
     assert not list(temporary.glob("regrepro-lab-*"))
 
 

@@ -1,5 +1,5 @@
-"""A kernel on paper: BTF, /proc/kcore and the texts of /proc, small and written by hand, for the kernel
-room's tests.
+"""A kernel on paper: BTF, /proc/kcore and the texts of /proc, small and written by hand, for the tests
+of the kernel package.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+
+from regrepro.kernel.zones import Zone
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 PAGE_SHIFT = PAGE.bit_length() - 1
@@ -99,6 +101,20 @@ class BtfWriter:
         types, strings = self._types[types_from:], self._strings[strings_from:]
         header = struct.pack("=HBBIIIII", 0xEB9F, 1, 0, 24, 0, len(types), len(types), len(strings))
         return header + types + strings
+
+
+# The kernel's two anonymous enums since 6.3: FOLL_* flags for all, and those of mm/ itself.
+PUBLIC_FLAGS = {"FOLL_WRITE": 1, "FOLL_GET": 2, "FOLL_DUMP": 4, "FOLL_LONGTERM": 1 << 9}
+PRIVATE_FLAGS = {"FOLL_TOUCH": 1 << 16, "FOLL_TRIED": 1 << 17, "FOLL_PIN": 1 << 19}
+
+
+def anonymous_enums(*enums: dict[str, int]) -> bytes:
+    """Return BTF of these enums, and of an int that is called as the first member of one."""
+    writer = BtfWriter()
+    writer.integer("FOLL_WRITE", 4)
+    for values in enums:
+        writer.enum("", values)
+    return writer.blob()
 
 
 def write_kcore(path: Path, segments: list[tuple[int, bytes]], vmcoreinfo: str) -> None:
@@ -377,3 +393,12 @@ def write_kallsyms(
     if form == "self":
         del places["relative_base"]
     return blob, "".join(f"SYMBOL(kallsyms_{name})={place:x}\n" for name, place in places.items())
+
+
+def zone(node: int, name: str, free: int, free_cma: int | None = None, **more: int) -> Zone:
+    """Return a populated zone of free pages, managed 64 times that."""
+    managed = more.pop("managed", 64 * free)
+    made = Zone(node, name, 1, managed, managed, managed, free, free_cma=free_cma)
+    for key, value in more.items():
+        setattr(made, key, value)
+    return made

@@ -1,1 +1,1 @@
-"""The C core, wrapped: memory, pins, registrars, page state, CUDA. Knows nothing of scenarios or records."""
+"""The C core, wrapped: memory, pins, RDMA devices, page state, CUDA. Knows no scenarios and no records."""

@@ -12,12 +12,14 @@ import errno
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 from regrepro._core import ffi, lib
+from regrepro.core.calls import Closing
+from regrepro.core.cuda_errors import INSUFFICIENT_DRIVER
+from regrepro.core.cuda_errors import CudaError as CudaError  # noqa: PLC0414 - who calls Cuda catches it
 from regrepro.core.cuda_properties import PATH_ATTRIBUTES, Properties, gather
 from regrepro.errors import EnvironmentProblem, UsageError, errno_name
 
@@ -32,47 +34,6 @@ MEMORY_TYPES = {0: "unregistered", 1: "host", 2: "device", 3: "managed"}
 
 STAND_IN_MODES = ("standin:pin", "standin:longterm")
 MODES = ("auto", "real", *STAND_IN_MODES, "none")
-
-_INSUFFICIENT_DRIVER = 35
-_NO_DEVICE = 100
-_STUB_LIBRARY = 34
-_DRIVER_MISMATCH = 803
-
-_EXPLAINED = {
-    _INSUFFICIENT_DRIVER: "no NVIDIA driver is loaded, or it is older than this CUDA runtime; "
-    "load the driver (nvidia-smi shows it) or install a runtime that is not newer than it",
-    _NO_DEVICE: "the driver answers, but it shows no GPU to this process; "
-    "look at nvidia-smi, CUDA_VISIBLE_DEVICES and the container's device list",
-    _STUB_LIBRARY: "the libcuda that was found is the toolkit's stub; "
-    "put the driver's own first on the library path",
-    _DRIVER_MISMATCH: "the libcuda in user space and the loaded kernel module are of different versions; "
-    "reload the module or reboot",
-}
-
-
-class CudaError(Exception):
-    """A CUDA call failed. `code` is CUDA's own number, `name` its own name, `call` the entry point.
-
-    `errno` is the system call's errno behind it where that is known (the stand-in tells it), else None.
-    """
-
-    def __init__(
-        self, call: str, code: int, name: str, text: str = "", errno_value: int | None = None
-    ) -> None:
-        self.call = call
-        self.code = code
-        self.name = name
-        self.text = text
-        self.errno = errno_value
-        explained = _EXPLAINED.get(code) if code > 0 else None
-        line = f"{call}: {name}"
-        if text:
-            line += f", {text}"
-        if errno_value:
-            line += f" ({os.strerror(errno_value)})"
-        if explained:
-            line += f" ({explained})"
-        super().__init__(line)
 
 
 @dataclass(frozen=True)
@@ -111,7 +72,7 @@ def _flags(names: tuple[str, ...], table: dict[str, int], call: str) -> int:
     return value
 
 
-class Cuda:
+class Cuda(Closing):
     """One opened CUDA: a runtime library and, where there is one, a driver library. Use in one process only.
 
     CUDA does not survive `fork()` once it has been used: open it in the process that uses it.
@@ -133,14 +94,6 @@ class Cuda:
             longterm = mode == "standin:longterm"
             self._check(lib.rr_cuda_stand_in_contract(self._handle, longterm), "regrepro_standin_contract")
             self.stand_in = "standin:longterm" if longterm else "standin:pin"
-
-    def __enter__(self) -> Cuda:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Give the libraries back (NVIDIA's stay loaded to the end: unloading them is not safe)."""
@@ -174,6 +127,12 @@ class Cuda:
         text = _text(lib.rr_cuda_error_string(self._handle, result))
         raise CudaError(call, result, name or f"cudaError {result}", text, known)
 
+    def _told(self, kind: str, call: str, function: Callable[..., int], *arguments: int) -> int:
+        """Make a call that gives one number, by a pointer that comes last. Raises CudaError."""
+        value = ffi.new(f"{kind} *")
+        self._check(function(self._handle, *arguments, value), call)
+        return int(value[0])
+
     def versions(self) -> dict[str, str | None]:
         """Return `{"runtime": "12.4", "driver": "12.2"}`: CUDA's, not the driver's release."""
         result: dict[str, str | None] = {}
@@ -181,20 +140,17 @@ class Cuda:
             ("runtime", lib.rr_cuda_runtime_version, "cudaRuntimeGetVersion"),
             ("driver", lib.rr_cuda_driver_version, "cudaDriverGetVersion"),
         ):
-            value = ffi.new("int *")
             try:
-                self._check(function(self._handle, value), call)
+                value = self._told("int", call, function)
             except CudaError:
                 result[key] = None
                 continue
-            result[key] = f"{value[0] // 1000}.{value[0] % 1000 // 10}" if value[0] else None
+            result[key] = f"{value // 1000}.{value % 1000 // 10}" if value else None
         return result
 
     def device_count(self) -> int:
         """Number of GPUs that this process may use. Raises CudaError (no driver, no device, …)."""
-        value = ffi.new("int *")
-        self._check(lib.rr_cuda_device_count(self._handle, value), "cudaGetDeviceCount")
-        return int(value[0])
+        return self._told("int", "cudaGetDeviceCount", lib.rr_cuda_device_count)
 
     def set_device(self, device: int) -> None:
         """Make `device` current for this thread."""
@@ -208,9 +164,7 @@ class Cuda:
 
     def device_memory(self, device: int = 0) -> int:
         """`cuDeviceTotalMem`: bytes of memory on the GPU."""
-        value = ffi.new("uint64_t *")
-        self._check(lib.rr_cu_device_memory(self._handle, device, value), "cuDeviceTotalMem")
-        return int(value[0])
+        return self._told("uint64_t", "cuDeviceTotalMem", lib.rr_cu_device_memory, device)
 
     def device_attribute(self, name: str, device: int = 0) -> int:
         """Value of a device attribute by its name in `PATH_ATTRIBUTES`."""
@@ -218,10 +172,7 @@ class Cuda:
 
     def attribute(self, number: int, device: int = 0) -> int:
         """`cuDeviceGetAttribute`: a device attribute by its number in enum CUdevice_attribute."""
-        value = ffi.new("int *")
-        result = lib.rr_cu_device_attribute(self._handle, device, number, value)
-        self._check(result, "cuDeviceGetAttribute")
-        return int(value[0])
+        return self._told("int", "cuDeviceGetAttribute", lib.rr_cu_device_attribute, device, number)
 
     def properties(self, device: int = 0) -> Properties:
         """What the GPU and the driver say of themselves, and who told it; asked once and kept."""
@@ -231,10 +182,8 @@ class Cuda:
 
     def host_alloc(self, length: int, flags: tuple[str, ...] = ("mapped",)) -> int:
         """`cudaHostAlloc`: return the host address of `length` bytes that CUDA allocated and mapped."""
-        address = ffi.new("uint64_t *")
         number = _flags(flags, HOST_ALLOC_FLAGS, "cudaHostAlloc")
-        self._check(lib.rr_cuda_host_alloc(self._handle, address, length, number), "cudaHostAlloc")
-        return int(address[0])
+        return self._told("uint64_t", "cudaHostAlloc", lib.rr_cuda_host_alloc, length, number)
 
     def free_host(self, address: int) -> None:
         """`cudaFreeHost`."""
@@ -253,9 +202,7 @@ class Cuda:
 
     def host_device_pointer(self, address: int) -> int:
         """`cudaHostGetDevicePointer`: the address by which the GPU reaches a mapped host address."""
-        value = ffi.new("uint64_t *")
-        self._check(lib.rr_cuda_host_device_pointer(self._handle, address, value), "cudaHostGetDevicePointer")
-        return int(value[0])
+        return self._told("uint64_t", "cudaHostGetDevicePointer", lib.rr_cuda_host_device_pointer, address)
 
     def pointer_attributes(self, address: int) -> PointerAttributes:
         """`cudaPointerGetAttributes`."""
@@ -266,9 +213,7 @@ class Cuda:
 
     def malloc(self, length: int) -> int:
         """`cudaMalloc`: the device address of `length` bytes."""
-        address = ffi.new("uint64_t *")
-        self._check(lib.rr_cuda_malloc(self._handle, address, length), "cudaMalloc")
-        return int(address[0])
+        return self._told("uint64_t", "cudaMalloc", lib.rr_cuda_malloc, length)
 
     def free(self, address: int) -> None:
         """`cudaFree`."""
@@ -288,11 +233,7 @@ class Cuda:
 
     def dmabuf_fd(self, address: int, length: int) -> int:
         """`cuMemGetHandleForAddressRange(DMA_BUF_FD)`: a dma-buf file descriptor; the caller closes it."""
-        fd = ffi.new("int *")
-        self._check(
-            lib.rr_cu_dmabuf_fd(self._handle, address, length, 0, fd), "cuMemGetHandleForAddressRange"
-        )
-        return int(fd[0])
+        return self._told("int", "cuMemGetHandleForAddressRange", lib.rr_cu_dmabuf_fd, address, length, 0)
 
     def pin_alive(self, address: int) -> bool | None:
         """Is the pin of this host range held? The stand-in knows; NVIDIA's cannot be asked (None)."""
@@ -408,7 +349,7 @@ def _open_real(gpu: int) -> Cuda:
             return cuda
         except CudaError as error:
             first_error = first_error or error
-            if error.code != _INSUFFICIENT_DRIVER:
+            if error.code != INSUFFICIENT_DRIVER:
                 break
     if first_error is None:
         raise EnvironmentProblem(

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING
 
+from regrepro.core.cuda_errors import CudaError
 from regrepro.core.cuda_python import CudaPython, Refused
 
 if TYPE_CHECKING:
     from regrepro.core.cuda import Cuda
 
-_Value = TypeVar("_Value", int, str)
+_Question = Callable[[], "int | str | None"]
 
 PATH_ATTRIBUTES = {
     "gpu_direct_rdma_supported": 116,
@@ -40,20 +41,6 @@ OTHER_ATTRIBUTES = {
 """enum CUdevice_attribute: which GPU it is, how it shares memory with the host. A stand-in is not asked."""
 
 
-class Teller(Protocol):
-    """Who answers for one GPU. Each call raises `Refused`."""
-
-    source: str
-
-    def driver_version(self) -> str: ...
-
-    def device_name(self) -> str: ...
-
-    def device_memory(self) -> int: ...
-
-    def device_attribute(self, number: int) -> int: ...
-
-
 @dataclass
 class Properties:
     """What was told of one GPU.
@@ -76,84 +63,48 @@ def gather(cuda: Cuda, device: int) -> Properties:
     libcudart that this run calls, which is not the one that cuda-python is built with.
     """
     made = Properties()
-    bindings: list[Teller] = []
+    attributes = PATH_ATTRIBUTES if cuda.stand_in else PATH_ATTRIBUTES | OTHER_ATTRIBUTES
+    python: dict[str, _Question] = {}
+    told_by = ""
     if cuda.stand_in is None:
         try:
-            bindings.append(CudaPython(device))
+            bindings = CudaPython(device)
+            told_by = bindings.source
+            python = {
+                "driver": bindings.driver_version,
+                "name": bindings.device_name,
+                "memory": bindings.device_memory,
+                **{fact: partial(bindings.device_attribute, number) for fact, number in attributes.items()},
+            }
         except Refused as reason:
             made.cuda_python = str(reason)
+    core: dict[str, _Question] = {
+        "driver": lambda: cuda.versions()["driver"],
+        "name": partial(cuda.device_name, device),
+        **({} if cuda.stand_in else {"memory": partial(cuda.device_memory, device)}),
+        **{fact: partial(cuda.attribute, number, device) for fact, number in attributes.items()},
+    }
     made.versions = {"runtime": cuda.versions()["runtime"], "driver": None}
     made.sources = {_named(cuda, cuda.runtime_path): ["runtime"]}
-    runtime = _Core(cuda, device, cuda.runtime_path)
-    version = _ask(made, [*bindings, runtime], "driver", lambda it: it.driver_version())
-    made.versions["driver"] = version if isinstance(version, str) else None
-    questions: dict[str, Callable[[Teller], int | str]] = {"name": lambda it: it.device_name()}
-    attributes = PATH_ATTRIBUTES
-    if cuda.stand_in is None:
-        questions["memory"] = lambda it: it.device_memory()
-        attributes = PATH_ATTRIBUTES | OTHER_ATTRIBUTES
-    for fact, number in attributes.items():
-        questions[fact] = partial(_attribute, number)
-    tellers = [*bindings, _Core(cuda, device, cuda.driver_path)]
-    for fact, question in questions.items():
-        value = _ask(made, tellers, fact, question)
-        made.device[fact] = value.error if isinstance(value, Refused) else value
-    return made
-
-
-def _attribute(number: int, teller: Teller) -> int:
-    return teller.device_attribute(number)
-
-
-def _ask(
-    made: Properties, tellers: Sequence[Teller], fact: str, question: Callable[[Teller], int | str]
-) -> int | str | Refused:
-    """Return the first answer, else the last refusal; note who gave it, and what cuda-python refused."""
-    answer: int | str | Refused = Refused("nobody was asked")
-    for teller in tellers:
-        try:
-            answer = question(teller)
-        except Refused as refusal:
-            answer = refusal
-            if isinstance(teller, CudaPython):
+    for fact, ask_core in core.items():
+        source = _named(cuda, cuda.runtime_path if fact == "driver" else cuda.driver_path)
+        answered = False
+        if fact in python:
+            try:
+                value, source, answered = python[fact](), told_by, True
+            except Refused as refusal:
                 made.cuda_python = made.cuda_python or str(refusal)
-        else:
-            break
-    made.sources.setdefault(teller.source, []).append(fact)
-    return answer
-
-
-class _Core:
-    """The C core, for one GPU; of a stand-in, too. `path`: of the library that it asks."""
-
-    def __init__(self, cuda: Cuda, device: int, path: str | None) -> None:
-        self.source = _named(cuda, path)
-        self._cuda = cuda
-        self._device = device
-
-    def driver_version(self) -> str:
-        """As the runtime tells it (`cudaDriverGetVersion`)."""
-        version = self._cuda.versions()["driver"]
-        if version is None:
-            raise Refused("cudaDriverGetVersion tells of no driver")
-        return version
-
-    def device_name(self) -> str:
-        return self._told(self._cuda.device_name)
-
-    def device_memory(self) -> int:
-        return self._told(self._cuda.device_memory)
-
-    def device_attribute(self, number: int) -> int:
-        return self._told(partial(self._cuda.attribute, number))
-
-    def _told(self, call: Callable[[int], _Value]) -> _Value:
-        from regrepro.core.cuda import CudaError
-
-        try:
-            return call(self._device)
-        except CudaError as error:
-            raise Refused(str(error), error.name) from None
+        if not answered:
+            try:
+                value = ask_core()
+            except CudaError as error:
+                value = error.name
+        made.sources.setdefault(source, []).append(fact)
+        if fact == "driver":
+            made.versions["driver"] = None if value is None else str(value)
+        elif value is not None:
+            made.device[fact] = value
+    return made
 
 
 def _named(cuda: Cuda, path: str | None) -> str:

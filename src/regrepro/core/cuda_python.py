@@ -19,11 +19,7 @@ _MAPS = Path("/proc/self/maps")
 
 
 class Refused(Exception):
-    """A question that was not answered: `str()` says which and why, `error` is CUDA's own name of it."""
-
-    def __init__(self, text: str, error: str = "unknown") -> None:
-        super().__init__(text)
-        self.error = error
+    """A question that was not answered: `str()` says which and why."""
 
 
 class CudaPython:
@@ -75,7 +71,7 @@ class CudaPython:
             raise Refused(f"{self.source}: {name}: {text}") from None
         if int(result):
             known = getattr(result, "name", f"CUresult {int(result)}")
-            raise Refused(f"{self.source}: {name}: {known}", known)
+            raise Refused(f"{self.source}: {name}: {known}")
         return values[0] if values else None
 
 

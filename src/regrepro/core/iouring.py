@@ -1,13 +1,14 @@
-"""io_uring fixed buffers as a registrar: FOLL_LONGTERM where there is no RDMA device."""
+"""io_uring's fixed buffers: FOLL_LONGTERM where there is no RDMA device."""
 
 from __future__ import annotations
 
 import os
 
 from regrepro._core import lib
+from regrepro.core.calls import Closing, check
 
 
-class IoUringRegistrar:
+class FixedBuffers(Closing):
     """One ring that registers one range at a time, with FOLL_WRITE | FOLL_LONGTERM as `ib_umem_get()` does.
 
     A context manager. Raises OSError: ENOSYS without CONFIG_IO_URING, EPERM when `kernel.io_uring_disabled`
@@ -30,18 +31,14 @@ class IoUringRegistrar:
         Raises OSError with the kernel's errno: ENOMEM when a page would not move or RLIMIT_MEMLOCK is too
         low, EBUSY when a range is registered already, EFAULT for length 0 or memory that may not be pinned.
         """
-        status = lib.rr_ring_register(self._ring, address, length)
-        if status:
-            raise OSError(-status, f"io_uring_register(IORING_REGISTER_BUFFERS): {os.strerror(-status)}")
+        check(lib.rr_ring_register(self._ring, address, length), "io_uring_register(IORING_REGISTER_BUFFERS)")
         self._registered = True
 
     def unregister(self) -> None:
         """Let go of the range; without one, do nothing. Raises OSError."""
         if not self._registered:
             return
-        status = lib.rr_ring_unregister(self._ring)
-        if status:
-            raise OSError(-status, f"io_uring_register(IORING_UNREGISTER_BUFFERS): {os.strerror(-status)}")
+        check(lib.rr_ring_unregister(self._ring), "io_uring_register(IORING_UNREGISTER_BUFFERS)")
         self._registered = False
 
     def registered(self) -> bool:
@@ -57,9 +54,3 @@ class IoUringRegistrar:
         finally:
             os.close(self._ring)
             self._ring = -1
-
-    def __enter__(self) -> IoUringRegistrar:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from regrepro._core import ffi, lib
+from regrepro.core.calls import Closing, check, failure
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,11 +31,6 @@ _MADV_HUGEPAGE = 14
 _MADV_NOHUGEPAGE = 15
 
 _THP_SIZE_FILE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
-
-
-def failure(number: int, text: str) -> OSError:
-    """Return an OSError (of the subclass that fits) for a negative errno, as the C core returns them."""
-    return OSError(abs(number), f"{text}: {os.strerror(abs(number))}")
 
 
 def round_up(length: int, unit: int) -> int:
@@ -59,7 +55,7 @@ def thp_size() -> int | None:
         return None
 
 
-class Range:
+class Range(Closing):
     """One mapping of this process.
 
     `address` and `length` are in bytes, `backing` is the record's word, `fd` the file's descriptor or None.
@@ -229,12 +225,6 @@ class Range:
         if offset < 0 or length < 0 or offset + length > self.length:
             raise IndexError(f"{length} bytes at {offset} are outside of a range of {self.length}")
 
-    def __enter__(self) -> Range:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def __repr__(self) -> str:
         return f"<Range {self.backing} {self.address:#x}+{self.length:#x}>"
 
@@ -247,9 +237,7 @@ def _check_length(length: int) -> None:
 def _map(length: int, alignment: int, protection: int, flags: int, fd: int = -1) -> int:
     _check_length(length)
     cell = ffi.new("uintptr_t *")
-    status = lib.rr_map(length, alignment, protection, flags, fd, 0, cell)
-    if status:
-        raise failure(status, f"mmap of {length} bytes")
+    check(lib.rr_map(length, alignment, protection, flags, fd, 0, cell), f"mmap of {length} bytes")
     return int(cell[0])
 
 
@@ -260,19 +248,12 @@ def populate(address: int, length: int, threads: int = 1) -> None:
     ENOMEM where nothing is mapped or memory ran out, EFAULT where a page may not be written or could not be
     had.
     """
-    status = lib.rr_populate(address, length, max(1, threads))
-    if status:
-        raise failure(status, f"populating {length} bytes at {address:#x}")
+    check(lib.rr_populate(address, length, max(1, threads)), f"populating {length} bytes at {address:#x}")
 
 
 def checksum(address: int, length: int) -> int:
     """Return the 64-bit checksum of readable memory, as `Range.checksum()`."""
     return int(lib.rr_checksum(address, length))
-
-
-def equal(left: int, right: int, length: int) -> bool:
-    """Return whether two readable stretches of memory hold the same bytes."""
-    return bool(lib.rr_equal(left, right, length))
 
 
 def vma_line(address: int) -> str:
@@ -318,11 +299,6 @@ class GatherError(OSError):
     """A gather that stopped; `moved` pages had moved and stay where they are."""
 
     moved: int = 0
-
-
-def move_page(source_address: int, target_address: int) -> None:
-    """Move one page to `target_address` by mremap; see `gather()`."""
-    gather([source_address], target_address)
 
 
 def gather(sources: npt.NDArray[np.uint64] | Sequence[int] | Iterable[int], target_address: int) -> None:

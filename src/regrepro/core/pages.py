@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from regrepro._core import ffi, lib
+from regrepro.core.calls import check
 
 PAGE_SIZE: int = os.sysconf("SC_PAGE_SIZE")
 
@@ -23,21 +24,6 @@ PM_FILE = 1 << 61
 PM_SWAPPED = 1 << 62
 PM_PRESENT = 1 << 63
 
-# What C writes for each PFN: `struct rr_page` of csrc/pages.h. The counts are those of the head page.
-STRUCT_PAGE = np.dtype(
-    [
-        ("flags", np.uint64),
-        ("head", np.uint64),
-        ("refcount", np.int32),
-        ("mapcount", np.int32),
-        ("pincount", np.int32),
-        ("large_mapcount", np.int32),
-        ("nr_pages", np.int32),
-        ("known", np.uint32),
-        ("large", np.uint32),
-        ("unused", np.uint32),
-    ]
-)
 _SECTION = np.dtype([("number", np.uint64), ("coded_map", np.uint64)])
 # Entries that one read must give on average; where it gives fewer, sorting them first pays.
 _SORT_BELOW = 16
@@ -67,16 +53,10 @@ class PageLayout:
     mapcount_is_entire: bool = False
 
 
-def _check(error: int, what: str) -> None:
-    if error < 0:
-        raise OSError(-error, f"{what}: {os.strerror(-error)}")
-
-
 def read_pagemap(fd: int, address: int, pages: int) -> NDArray[np.uint64]:
     """Return the raw pagemap entries of `pages` pages from `address` on. Raises OSError."""
     out = np.empty(pages, dtype=np.uint64)
-    error = lib.rr_read_entries(fd, address // PAGE_SIZE, pages, ffi.from_buffer("uint64_t[]", out))
-    _check(error, "pagemap")
+    check(lib.rr_read_entries(fd, address // PAGE_SIZE, pages, ffi.from_buffer("uint64_t[]", out)), "pagemap")
     return out
 
 
@@ -136,7 +116,7 @@ class PagemapEntries:
 
 @dataclass
 class PageCounts:
-    """What `count_pages` gives, one item a page, -1 where it is not known.
+    """What `Segments.read_counts` gives, one item a page, -1 where it is not known.
 
     `missing`: of so many present pages there is no readable struct page. `unmapped`: the pages whose map
     count is still to be read.
@@ -229,58 +209,6 @@ def flag_pages(
     return large
 
 
-def count_pages(
-    entries: PagemapEntries,
-    flags: NDArray[np.uint64] | None,
-    pages: NDArray[Any],
-    bits: KpageFlags,
-    large: NDArray[np.bool_],
-    *,
-    entire_only: bool,
-) -> PageCounts:
-    """Return the counts that struct pages (dtype STRUCT_PAGE) tell; a baseline only with `flags`. `large` is
-    added to.
-    """
-    room = _Room(entries, flags, bits, large, entire_only=entire_only)
-    missing = lib.rr_count_pages(
-        room.pfn, room.flags, room.file, ffi.from_buffer("struct rr_page[]", pages), *room.rest
-    )
-    return room.counts(int(missing))
-
-
-class _Room:
-    """Arrays for `PageCounts`, and what C is given of them and of what is known of the pages already."""
-
-    def __init__(
-        self,
-        entries: PagemapEntries,
-        flags: NDArray[np.uint64] | None,
-        bits: KpageFlags,
-        large: NDArray[np.bool_],
-        *,
-        entire_only: bool,
-    ) -> None:
-        count = len(entries.pfn)
-        self._arrays = [np.empty(count, dtype=np.int64) for _ in range(4)]
-        self._unmapped = np.empty(count, dtype=np.bool_)
-        self._has_baseline = flags is not None
-        out = ffi.new("struct rr_counts *")
-        out.state, out.is_large, out.unmapped = _bytes(entries.state), _bytes(large), _bytes(self._unmapped)
-        out.refcount, out.mapcount, out.pincount, out.baseline = (
-            ffi.from_buffer("int64_t[]", values) for values in self._arrays
-        )
-        self.pfn = ffi.from_buffer("uint64_t[]", entries.pfn)
-        self.flags = ffi.NULL if flags is None else ffi.from_buffer("uint64_t[]", flags)
-        self.file = _bytes(entries.file)
-        self.rest = (count, bits._as_c(), int(entire_only), out)
-
-    def counts(self, missing: int) -> PageCounts:
-        refcount, mapcount, pincount, baseline = self._arrays
-        return PageCounts(
-            refcount, mapcount, pincount, baseline if self._has_baseline else None, self._unmapped, missing
-        )
-
-
 def read_entries_at(fd: int, indexes: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Return the entries of a /proc/kpage* file at these PFNs, in any order; 0 for PFN 0. Raises OSError."""
     order = _order(indexes)
@@ -291,7 +219,7 @@ def read_entries_at(fd: int, indexes: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return answer
 
 
-def _order(indexes: NDArray[np.uint64]) -> NDArray[np.intp] | None:
+def _order(indexes: NDArray[np.uint64]) -> NDArray[np.int64] | None:
     """Return the order in which scattered PFNs lie close enough together to be read many at a time; None
     where they are read as they stand.
     """
@@ -300,7 +228,7 @@ def _order(indexes: NDArray[np.uint64]) -> NDArray[np.intp] | None:
     if reads <= 4 or reads * _SORT_BELOW <= len(indexes):
         return None
     # Stable: it makes use of the runs that are there.
-    return np.argsort(indexes, kind="stable")
+    return np.argsort(indexes, kind="stable").astype(np.int64, copy=False)
 
 
 def _read_entries_in_order(fd: int, indexes: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -313,7 +241,7 @@ def _read_entries_in_order(fd: int, indexes: NDArray[np.uint64]) -> NDArray[np.u
         NO_PFN,
         ffi.from_buffer("uint64_t[]", out),
     )
-    _check(error, "kpage file")
+    check(error, "kpage file")
     return out
 
 
@@ -357,45 +285,8 @@ class Segments:
             ffi.from_buffer("uint8_t[]", out),
             ffi.from_buffer("uint8_t[]", ok),
         )
-        _check(error, "/proc/kcore")
+        check(error, "/proc/kcore")
         return out, ok.astype(bool)
-
-    def struct_pages(
-        self,
-        fd: int,
-        section_numbers: NDArray[np.uint64],
-        coded_maps: NDArray[np.uint64],
-        layout: PageLayout,
-        pfns: NDArray[np.uint64],
-    ) -> NDArray[Any]:
-        """Read struct page of each PFN: an array of dtype STRUCT_PAGE. `section_numbers` must be sorted."""
-        order = _order(pfns)
-        pfns = np.ascontiguousarray(pfns if order is None else pfns[order], dtype=np.uint64)
-        out = np.empty(len(pfns), dtype=STRUCT_PAGE)
-        error = lib.rr_struct_pages(
-            *self._where(fd, section_numbers, coded_maps, layout),
-            ffi.from_buffer("uint64_t[]", pfns),
-            len(pfns),
-            ffi.from_buffer("struct rr_page[]", out),
-        )
-        _check(error, "/proc/kcore")
-        if order is None:
-            return out
-        answer = np.empty_like(out)
-        answer[order] = out
-        return answer
-
-    def _where(
-        self, fd: int, section_numbers: NDArray[np.uint64], coded_maps: NDArray[np.uint64], layout: PageLayout
-    ) -> tuple[Any, ...]:
-        """Return what C must know to find a struct page."""
-        sections = np.empty(len(section_numbers), dtype=_SECTION)
-        sections["number"], sections["coded_map"] = section_numbers, coded_maps
-        c_layout = ffi.new("struct rr_page_layout *")
-        for name in PageLayout.__dataclass_fields__.keys() - {"mapcount_is_entire"}:
-            setattr(c_layout, name, int(getattr(layout, name)))
-        table = ffi.from_buffer("struct rr_section[]", sections)
-        return fd, self._c, len(self.list), table, len(sections), c_layout
 
     def read_counts(  # noqa: PLR0917 - where struct pages lie, and what is known of the pages already
         self,
@@ -408,17 +299,43 @@ class Segments:
         bits: KpageFlags,
         large: NDArray[np.bool_],
     ) -> PageCounts:
-        """Return what `struct_pages` and `count_pages` give together, without keeping every struct page.
+        """Return the counts that struct pages tell; a baseline only with `flags`. `large` is added to.
 
-        Raises OSError.
+        `section_numbers` must be sorted. Raises OSError.
         """
-        entire_only = layout.mapcount_is_entire
-        if _order(entries.pfn) is not None:
-            pages = self.struct_pages(fd, section_numbers, coded_maps, layout, entries.pfn)
-            return count_pages(entries, flags, pages, bits, large, entire_only=entire_only)
-        room = _Room(entries, flags, bits, large, entire_only=entire_only)
+        sections = np.empty(len(section_numbers), dtype=_SECTION)
+        sections["number"], sections["coded_map"] = section_numbers, coded_maps
+        c_layout = ffi.new("struct rr_page_layout *")
+        for name in PageLayout.__dataclass_fields__.keys() - {"mapcount_is_entire"}:
+            setattr(c_layout, name, int(getattr(layout, name)))
+        count = len(entries.pfn)
+        order = _order(entries.pfn)
+        refcount, mapcount, pincount, baseline = (np.empty(count, dtype=np.int64) for _ in range(4))
+        unmapped = np.empty(count, dtype=np.bool_)
+        out = ffi.new("struct rr_counts *")
+        out.state, out.is_large, out.unmapped = _bytes(entries.state), _bytes(large), _bytes(unmapped)
+        out.refcount, out.mapcount, out.pincount, out.baseline = (
+            ffi.from_buffer("int64_t[]", values) for values in (refcount, mapcount, pincount, baseline)
+        )
         missing = ffi.new("size_t *")
-        where = self._where(fd, section_numbers, coded_maps, layout)
-        error = lib.rr_read_counts(*where, room.pfn, room.flags, room.file, *room.rest, missing)
-        _check(error, "/proc/kcore")
-        return room.counts(int(missing[0]))
+        error = lib.rr_read_counts(
+            fd,
+            self._c,
+            len(self.list),
+            ffi.from_buffer("struct rr_section[]", sections),
+            len(sections),
+            c_layout,
+            ffi.from_buffer("uint64_t[]", entries.pfn),
+            ffi.NULL if order is None else ffi.from_buffer("int64_t[]", order),
+            ffi.NULL if flags is None else ffi.from_buffer("uint64_t[]", flags),
+            _bytes(entries.file),
+            count,
+            bits._as_c(),
+            int(layout.mapcount_is_entire),
+            out,
+            missing,
+        )
+        check(error, "/proc/kcore")
+        return PageCounts(
+            refcount, mapcount, pincount, None if flags is None else baseline, unmapped, int(missing[0])
+        )

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from regrepro._core import ffi, lib
+from regrepro.core.calls import check
 from regrepro.core.memory import PAGE_SIZE
 
 if TYPE_CHECKING:
@@ -63,9 +64,7 @@ class HeldPin:
             return
         self.released = True
         _live.discard(self)
-        status = lib.rr_pin_release(self._pin)
-        if status:
-            raise OSError(-status, f"releasing the {self.owner} pin: {os.strerror(-status)}")
+        check(lib.rr_pin_release(self._pin), f"releasing the {self.owner} pin")
 
     def thread_ids(self) -> list[int]:
         """Return the kernel's ids of the threads that hold the pin."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from regrepro._core import ffi, lib
+from regrepro.core.calls import check, failure
 
 if TYPE_CHECKING:
     import numpy as np
@@ -22,14 +22,7 @@ def allocate_on_node(node: int | None) -> None:
     """
     status = lib.rr_allocate_on_node(-1 if node is None else node)
     if status and node:
-        raise OSError(-status, f"memory of NUMA node {node} alone: {os.strerror(-status)}")
-
-
-def map_on_node(address: int, length: int, node: int) -> None:
-    """Have a mapping allocate on one NUMA node, whoever touches it (mbind). Raises OSError."""
-    status = lib.rr_map_on_node(address, length, node)
-    if status and node:
-        raise OSError(-status, f"memory of NUMA node {node} alone: {os.strerror(-status)}")
+        raise failure(status, f"memory of NUMA node {node} alone")
 
 
 _THP = Path("/sys/kernel/mm/transparent_hugepage")
@@ -63,6 +56,5 @@ def drop_pages(address: int, marks: npt.NDArray[np.uint8]) -> int:
     """
     dropped = ffi.new("size_t *")
     status = lib.rr_drop_pages(address, len(marks), ffi.from_buffer("uint8_t[]", marks), dropped)
-    if status:
-        raise OSError(-status, f"giving pages back: {os.strerror(-status)}")
+    check(status, "giving pages back")
     return int(dropped[0])

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from regrepro._core import ffi, lib
+from regrepro.core.calls import Closing, check, failure
 from regrepro.errors import EnvironmentProblem, UsageError
 
 if TYPE_CHECKING:
@@ -111,12 +112,8 @@ def devices() -> list[str]:
     if count == -errnos.ENOSYS:
         return []  # ib_uverbs is not loaded: there is no device to open
     if count < 0:
-        raise _refused(count, "ibv_get_device_list")
+        raise failure(count, "ibv_get_device_list")
     return sorted(bytes(ffi.buffer(names, size)).decode().split("\0")[:count])
-
-
-def _refused(number: int, call: str) -> OSError:
-    return OSError(abs(number), f"{call}: {os.strerror(abs(number))}")
 
 
 @dataclass(frozen=True)
@@ -206,9 +203,7 @@ class MemoryRegion:
         mr = self._mr
         if mr is None:
             return
-        status = lib.rr_dereg_mr(self._pd._pd, mr)
-        if status:
-            raise _refused(status, "ibv_dereg_mr")
+        check(lib.rr_dereg_mr(self._pd._pd, mr), "ibv_dereg_mr")
         self._mr = None
         self._pd._regions.discard(self)
 
@@ -244,16 +239,14 @@ class KeptSeries:
 
     def dereg(self) -> None:
         """Deregister all; raises OSError with the kernel's errno at the first that is refused."""
-        status = lib.rr_deregister_series(self._pd._pd, self._cells, self._count)
-        if status:
-            raise _refused(status, "ibv_dereg_mr")
+        check(lib.rr_deregister_series(self._pd._pd, self._cells, self._count), "ibv_dereg_mr")
         self._pd._regions.discard(self)
 
 
 _WHERE = ("done", "register", "deregister", "record", "repair")
 
 
-class ProtectionDomain:
+class ProtectionDomain(Closing):
     """A PD of a device; registers memory. A context manager that deregisters what is left and deallocates."""
 
     __slots__ = ("_pd", "_regions", "device")
@@ -266,9 +259,7 @@ class ProtectionDomain:
     def reg_mr(self, address: int, length: int, access: int) -> MemoryRegion:
         """Register by the function `ibv_reg_mr` itself; raises OSError with its errno."""
         cell = ffi.new(_MR_CELL)
-        status = lib.rr_reg_mr(self._pd, address, length, access, cell)
-        if status:
-            raise _refused(status, "ibv_reg_mr")
+        check(lib.rr_reg_mr(self._pd, address, length, access, cell), "ibv_reg_mr")
         return MemoryRegion(self, cell[0], address, length, address)
 
     def reg_mr_iova2(self, address: int, length: int, iova: int, access: int) -> MemoryRegion:
@@ -277,9 +268,7 @@ class ProtectionDomain:
         Raises OSError with its errno (ENOSYS: a libibverbs older than its symbol version 1.8).
         """
         cell = ffi.new(_MR_CELL)
-        status = lib.rr_reg_mr_iova2(self._pd, address, length, iova, access, cell)
-        if status:
-            raise _refused(status, "ibv_reg_mr_iova2")
+        check(lib.rr_reg_mr_iova2(self._pd, address, length, iova, access, cell), "ibv_reg_mr_iova2")
         return MemoryRegion(self, cell[0], address, length, iova)
 
     def reg_dmabuf_mr(self, fd: int, offset: int, length: int, iova: int, access: int) -> MemoryRegion:
@@ -288,9 +277,7 @@ class ProtectionDomain:
         Raises OSError with its errno (ENOSYS: a libibverbs older than its symbol version 1.12).
         """
         cell = ffi.new(_MR_CELL)
-        status = lib.rr_reg_dmabuf_mr(self._pd, offset, length, iova, fd, access, cell)
-        if status:
-            raise _refused(status, "ibv_reg_dmabuf_mr")
+        check(lib.rr_reg_dmabuf_mr(self._pd, offset, length, iova, fd, access, cell), "ibv_reg_dmabuf_mr")
         return MemoryRegion(self, cell[0], 0, length, iova)
 
     def register_series(
@@ -328,9 +315,7 @@ class ProtectionDomain:
 
     def register_loop(self, address: int, length: int, access: int, count: int) -> None:
         """Register and deregister `count` times in C, recording nothing: the baseline of the benchmark."""
-        status = lib.rr_reg_mr_loop(self._pd, address, length, access, count)
-        if status:
-            raise _refused(status, "ibv_reg_mr_iova2")
+        check(lib.rr_reg_mr_loop(self._pd, address, length, access, count), "ibv_reg_mr_iova2")
 
     def register_until_refused(self, address: int, length: int, access: int) -> tuple[int, int]:
         """Register the same bytes again and again until it is refused: (registrations, the errno).
@@ -357,19 +342,13 @@ class ProtectionDomain:
                 problem = problem or error
         status = lib.rr_pd_dealloc(self._pd)
         if status:
-            raise problem or _refused(status, "ibv_dealloc_pd")
+            raise problem or failure(status, "ibv_dealloc_pd")
         self._pd = None
         self._regions.clear()
         self.device._pds.discard(self)
 
-    def __enter__(self) -> ProtectionDomain:
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-class Device:
+class Device(Closing):
     """An opened RDMA device. A context manager that closes it, its PDs and their MRs.
 
     Raises EnvironmentProblem without libibverbs or without a device of this name, OSError when opening fails
@@ -391,7 +370,7 @@ class Device:
                 hint="see `ibv_devices` and `rdma link`; a container needs /dev/infiniband",
             )
         if status:
-            raise _refused(status, f"ibv_open_device of {name}")
+            raise failure(status, f"ibv_open_device of {name}")
         self._device = cell[0]
 
     def query(self, port: int = 1) -> dict[str, Any]:
@@ -400,23 +379,16 @@ class Device:
         Sizes in bytes; `port_state`, `link_layer` in words; `active_mtu` in bytes. Raises OSError.
         """
         attributes = ffi.new("struct rr_device_attributes *")
-        status = lib.rr_device_query(self._device, attributes)
-        if status:
-            raise _refused(status, "ibv_query_device")
+        check(lib.rr_device_query(self._device, attributes), "ibv_query_device")
+        numbers = (
+            *("vendor_id", "vendor_part_id", "hw_ver", "max_mr", "max_mr_size", "page_size_cap"),
+            *("device_cap_flags", "max_pd", "max_qp", "max_cq"),
+        )
         answer: dict[str, Any] = {
             "device": self.name,
             "fw_ver": ffi.string(attributes.fw_ver).decode(errors="replace"),
             "node_guid": f"{attributes.node_guid:016x}",
-            "vendor_id": attributes.vendor_id,
-            "vendor_part_id": attributes.vendor_part_id,
-            "hw_ver": attributes.hw_ver,
-            "max_mr": attributes.max_mr,
-            "max_mr_size": attributes.max_mr_size,
-            "page_size_cap": attributes.page_size_cap,
-            "device_cap_flags": attributes.device_cap_flags,
-            "max_pd": attributes.max_pd,
-            "max_qp": attributes.max_qp,
-            "max_cq": attributes.max_cq,
+            **{name: getattr(attributes, name) for name in numbers},
             "phys_port_cnt": attributes.ports,
             "driver": self.driver(),
         }
@@ -427,7 +399,7 @@ class Device:
         attributes = ffi.new("struct rr_port_attributes *")
         status = lib.rr_port_query(self._device, port, attributes) if 0 < port < 256 else -errnos.EINVAL
         if status:
-            raise _refused(status, f"ibv_query_port {port} of {self.name}")
+            raise failure(status, f"ibv_query_port {port} of {self.name}")
         return {
             "port": port,
             "port_state": PORT_STATES.get(attributes.state, f"unknown ({attributes.state})"),
@@ -453,9 +425,7 @@ class Device:
     def pd(self) -> ProtectionDomain:
         """Allocate a PD. Raises OSError."""
         cell = ffi.new("struct rr_pd **")
-        status = lib.rr_pd_alloc(self._device, cell)
-        if status:
-            raise _refused(status, "ibv_alloc_pd")
+        check(lib.rr_pd_alloc(self._device, cell), "ibv_alloc_pd")
         pd = ProtectionDomain(self, cell[0])
         self._pds.add(pd)
         return pd
@@ -467,15 +437,7 @@ class Device:
         for pd in list(self._pds):
             pd.close()
         device, self._device = self._device, None
-        status = lib.rr_device_close(device)
-        if status:
-            raise _refused(status, f"ibv_close_device of {self.name}")
-
-    def __enter__(self) -> Device:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        check(lib.rr_device_close(device), f"ibv_close_device of {self.name}")
 
 
 def loopback_transfer(  # noqa: PLR0917

@@ -1,6 +1,6 @@
 """The running kernel's types, from BTF (`/sys/kernel/btf/vmlinux`; format: Documentation/bpf/btf.rst).
 
-Only what the other rooms ask for: member offsets (through nested anonymous structs and unions), sizes, enum
+Only what is asked for elsewhere: member offsets (through nested anonymous structs and unions), sizes, enum
 values. The walk over all types is C; Python looks at single types.
 """
 
@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import errno
 import struct
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from regrepro._core import ffi, lib
-
-BTF_PATH = Path("/sys/kernel/btf/vmlinux")
+from regrepro.kernel.procfs import BTF_PATH
 
 _MAGIC = 0xEB9F
 _ARRAY, _STRUCT, _UNION, _ENUM, _TYPEDEF, _VOLATILE, _CONST, _ENUM64 = 3, 4, 5, 6, 8, 9, 10, 19
@@ -51,6 +49,14 @@ def _sections(blob: bytes) -> tuple[int, int, int, int]:
     return types, type_len, strings, str_len
 
 
+class _Table(NamedTuple):
+    """All types: where each lies, where its name lies among the strings, its kind."""
+
+    offset: NDArray[np.uint32]
+    name: NDArray[np.uint32]
+    kind: NDArray[np.uint8]
+
+
 class Btf:
     """A BTF blob. Look-ups return None where the kernel has no such type or member."""
 
@@ -61,8 +67,7 @@ class Btf:
         self._type_len: int = type_len
         self._strings: int = strings
         self._str_len: int = str_len
-        self._base = ffi.from_buffer("uint8_t[]", blob)
-        self._index: NDArray[np.uint32] | None = None
+        self._walked: _Table | None = None
         self._found: dict[tuple[int, str], int | None] = {}
 
     @classmethod
@@ -85,49 +90,45 @@ class Btf:
         return cls(head + types + strings)
 
     def _find(self, kind: int, name: str) -> int | None:
-        """Return the offset of a type in the blob. Each search walks all types: it is done once."""
+        """Return the offset of a type in the blob. Each search reads all names: it is done once."""
         key = kind, name
         if key not in self._found:
             self._found[key] = self._search(kind, name)
         return self._found[key]
 
     def _search(self, kind: int, name: str) -> int | None:
-        at: int = int(
-            lib.rr_btf_find(
-                self._base + self._types,
-                self._type_len,
-                self._base + self._strings,
-                self._str_len,
-                kind,
-                name.encode(),
-            )
-        )
-        if at >= 0:
-            return self._types + at
-        if at == -errno.ENOENT:
-            return None
-        raise BtfError(
-            "BTF has a kind of type that this version does not know"
-            if at == -errno.ENOTSUP
-            else "BTF is damaged"
-        )
+        """Return the offset of the first type of this kind and name. Raises BtfError."""
+        table = self._table()
+        here = table.kind == kind
+        named = np.zeros(len(here), dtype=np.bool_)
+        needle, at = b"\0" + name.encode() + b"\0", self._strings - 1
+        while (at := self._blob.find(needle, at + 1, self._strings + self._str_len)) >= 0:
+            named |= table.name == at + 1 - self._strings
+        found = np.flatnonzero(here & named)
+        return self._types + int(table.offset[found[0]]) if len(found) else None
+
+    def _table(self) -> _Table:
+        """Return all types, in the order of their ids, from 1 on. They are walked over once."""
+        if self._walked is None:
+            room = self._type_len // 12
+            offset = np.empty(room, dtype=np.uint32)
+            types = ffi.from_buffer("uint8_t[]", self._blob) + self._types
+            n = int(lib.rr_btf_index(types, self._type_len, ffi.from_buffer("uint32_t[]", offset), room))
+            if n == -errno.ENOTSUP:
+                raise BtfError("BTF has a kind of type that this version does not know")
+            if n < 0:
+                raise BtfError("BTF is damaged")
+            words = np.frombuffer(self._blob, np.uint32, self._type_len // 4, self._types)
+            first = offset[:n] // 4
+            self._walked = _Table(offset[:n], words[first], (words[first + 1] >> 24 & 0x1F).astype(np.uint8))
+        return self._walked
 
     def _at(self, type_id: int) -> int:
         """Return the offset in the blob of a type id."""
-        if self._index is None:
-            room = self._type_len // 12
-            index = np.empty(room, dtype=np.uint32)
-            n = int(
-                lib.rr_btf_index(
-                    self._base + self._types, self._type_len, ffi.from_buffer("uint32_t[]", index), room
-                )
-            )
-            if n < 0:
-                raise BtfError("BTF is damaged")
-            self._index = index[:n]
-        if not 0 < type_id <= len(self._index):
+        offsets = self._table().offset
+        if not 0 < type_id <= len(offsets):
             raise BtfError(f"BTF has no type {type_id}")
-        return self._types + int(self._index[type_id - 1])
+        return self._types + int(offsets[type_id - 1])
 
     def _name(self, offset: int) -> str:
         start = self._strings + offset
@@ -207,12 +208,24 @@ class Btf:
         """Return the values of a named enum by name, in order. Names may share a value."""
         at = self._find(_ENUM, name)
         if at is not None:
-            _, vlen, _, _ = self._header(at)
-            pairs = (struct.unpack_from("=Ii", self._blob, at + 12 + 8 * i) for i in range(vlen))
-            return {self._name(name_off): value for name_off, value in pairs}
+            return self._values(at)
         at = self._find(_ENUM64, name)
         if at is None:
             return None
         _, vlen, _, _ = self._header(at)
         triples = (struct.unpack_from("=III", self._blob, at + 12 + 12 * i) for i in range(vlen))
         return {self._name(name_off): high << 32 | low for name_off, low, high in triples}
+
+    def _values(self, at: int) -> dict[str, int]:
+        _, vlen, _, _ = self._header(at)
+        pairs = (struct.unpack_from("=Ii", self._blob, at + 12 + 8 * i) for i in range(vlen))
+        return {self._name(name_off): value for name_off, value in pairs}
+
+    def enum_from(self, member: str) -> dict[str, int] | None:
+        """Return the values of the enum whose first member is `member`; such an enum need not have a name."""
+        table = self._table()
+        for offset in table.offset[table.kind == _ENUM]:
+            at = self._types + int(offset)
+            if self._header(at)[1] and self._name(struct.unpack_from("=I", self._blob, at + 12)[0]) == member:
+                return self._values(at)
+        return None

@@ -15,8 +15,7 @@ import numpy as np
 
 from regrepro._core import ffi, lib
 from regrepro.kernel.kcore import Kcore, KcoreError
-
-KALLSYMS = Path("/proc/kallsyms")
+from regrepro.kernel.procfs import KALLSYMS
 
 # Symbols whose addresses vmcoreinfo has on every kernel (kernel/vmcore_info.c).
 _WITNESSES = ("init_uts_ns", "node_online_map", "swapper_pg_dir")

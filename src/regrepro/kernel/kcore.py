@@ -15,19 +15,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from regrepro.core.calls import Closing
 from regrepro.core.pages import Segments
 
 KCORE = Path("/proc/kcore")
 
 _PT_LOAD, _PT_NOTE = 1, 4
-_PHDR = struct.Struct("=IIQQQQQQ")  # type, flags, offset, vaddr, paddr, filesz, memsz, align
 
 
 class KcoreError(Exception):
     """Something in /proc/kcore is not as it should be; the message says what."""
 
 
-class Kcore:
+class Kcore(Closing):
     """An open /proc/kcore. Raises OSError where it is closed (no root, lockdown, no CONFIG_PROC_KCORE)."""
 
     def __init__(self, path: Path | None = None) -> None:
@@ -38,12 +38,6 @@ class Kcore:
             os.close(self.fd)
             self.fd = -1
             raise
-
-    def __enter__(self) -> Kcore:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Close the file."""

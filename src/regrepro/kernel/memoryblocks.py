@@ -17,15 +17,16 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from regrepro.errors import Unmet, errno_name
-from regrepro.kernel.leftovers import Entry, Journal, ReclaimFailed
-from regrepro.kernel.memorymap import MemoryMap
-from regrepro.kernel.zones import read_meminfo
+from regrepro.kernel.journal import Entry, Journal, ReclaimFailed
+from regrepro.kernel.zones import PAGE_SIZE, read_meminfo
+
+if TYPE_CHECKING:
+    from regrepro.kernel.memorymap import MemoryMap
 
 MEMORY_BLOCKS = Path("/sys/devices/system/memory")
-PAGE_SIZE: int = os.sysconf("SC_PAGE_SIZE")
 
 _NETLINK_KOBJECT_UEVENT = 15  # include/uapi/linux/netlink.h
 
@@ -244,6 +245,11 @@ def _tell(
         report({"block": block.number, "range": list(pfns), "step": step, "errno": name})
 
 
+def memory_blocks() -> list[MemoryBlock]:
+    """Return every memory block; none on a kernel without CONFIG_MEMORY_HOTPLUG."""
+    return [MemoryBlock(int(path.name[6:])) for path in MEMORY_BLOCKS.glob("memory[0-9]*")]
+
+
 def candidates(memory_map: MemoryMap | None = None, node: int | None = None) -> list[MemoryBlock]:
     """Return the blocks that could be taken, the most promising first. Raises OSError.
 
@@ -252,8 +258,7 @@ def candidates(memory_map: MemoryMap | None = None, node: int | None = None) -> 
     the highest, which boot allocations spare.
     """
     by_node: dict[int, list[MemoryBlock]] = {}
-    for path in MEMORY_BLOCKS.glob("memory[0-9]*"):
-        block = MemoryBlock(int(path.name[6:]))
+    for block in memory_blocks():
         try:
             if block.zone in ("DMA32", "Normal", "HighMem"):
                 by_node.setdefault(block.node, []).append(block)

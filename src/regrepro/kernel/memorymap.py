@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,7 @@ from regrepro.core.pages import locate as locate_pfns
 from regrepro.kernel import kallsyms, zones
 from regrepro.kernel.btf import Btf, BtfError
 from regrepro.kernel.kcore import Kcore, KcoreError
+from regrepro.kernel.memoryblocks import block_size, memory_blocks
 from regrepro.kernel.pageblocks import (
     BitmapLayout,
     PageTypeInfo,
@@ -50,8 +50,6 @@ PLACE_NAMES = {
 }
 UNPINNABLE = (CMA, ISOLATE, MOVABLE_ZONE)
 
-MEMORY_BLOCKS = Path("/sys/devices/system/memory")
-
 _RENEWALS = 8  # of the map in one process: each reads /proc/pagetypeinfo
 
 _ATTEMPTS = 4  # of the self-check: Isolate comes and goes while the kernel allocates out of CMA
@@ -67,12 +65,15 @@ class _Ranges:
     node: NDArray[np.int32]
 
 
-_NO_RANGES = _Ranges(
-    np.empty(0, dtype=np.uint64),
-    np.empty(0, dtype=np.uint64),
-    np.empty(0, dtype=np.uint8),
-    np.empty(0, dtype=np.int32),
-)
+def _of_rows(rows: Iterable[tuple[int, int, int, int]]) -> _Ranges:
+    """Return ranges of (first PFN, last PFN + 1, code, node)."""
+    start, end, code, node = np.array(list(rows), dtype=np.int64).reshape(-1, 4).T
+    return _Ranges(
+        start.astype(np.uint64), end.astype(np.uint64), code.astype(np.uint8), node.astype(np.int32)
+    )
+
+
+_NO_RANGES = _of_rows([])
 
 
 @dataclass
@@ -252,19 +253,10 @@ class MemoryMap:
         """Return the place of each PFN as a code of PLACE_NAMES; PFN 0 (no page) is ABSENT."""
         return self.locate(pfns)[0]
 
-    def nodes_of(self, pfns: NDArray[np.uint64]) -> NDArray[np.int32]:
-        """Return the NUMA node of each PFN, -1 where it is not known."""
-        return self.locate(pfns)[1]
-
     @property
     def placed_by(self) -> str:
         """The source that decides a page's place."""
         return "/proc/zoneinfo" if self.sections is None else "pageblock bitmap by /proc/kcore"
-
-    @property
-    def unpinnable_pages(self) -> int:
-        """Number of pages in `unpinnable_ranges` (of a zone with holes: of its span)."""
-        return sum(end - first for first, end, _ in self.unpinnable_ranges)
 
     def as_record(self) -> dict[str, Any]:
         """Return the keys of event `memory-map` (docs/record.md)."""
@@ -491,23 +483,15 @@ class _Builder:
         """Without the bitmap: what zones, block counts and known CMA areas prove."""
         populated = [zone for zone in self.zones if zone.populated]
         edges = sorted({edge for zone in populated for edge in (zone.start_pfn or 0, zone.end_pfn)})
-        starts, ends, codes, nodes = [], [], [], []
+        rows = []
         for first, end in pairwise(edges):
             over = [zone for zone in populated if (zone.start_pfn or 0) <= first and end <= zone.end_pfn]
             if not over:
                 continue
-            starts.append(first)
-            ends.append(end)
-            places = {self._place_of_zone(zone) for zone in over}
-            codes.append(places.pop() if len(places) == 1 else UNKNOWN)
-            owners = {zone.node for zone in over}
-            nodes.append(owners.pop() if len(owners) == 1 else -1)
-        ranges = _Ranges(
-            np.array(starts, dtype=np.uint64),
-            np.array(ends, dtype=np.uint64),
-            np.array(codes, dtype=np.uint8),
-            np.array(nodes, dtype=np.int32),
-        )
+            places, owners = {self._place_of_zone(zone) for zone in over}, {zone.node for zone in over}
+            place = places.pop() if len(places) == 1 else UNKNOWN
+            rows.append((first, end, place, owners.pop() if len(owners) == 1 else -1))
+        ranges = _of_rows(rows)
         ranges = self._settle_overlaps(ranges)
         for area in self.areas:
             for first, end in area.ranges or []:
@@ -546,24 +530,23 @@ class _Builder:
         ):
             return ranges
         try:
-            block_pages = int((MEMORY_BLOCKS / "block_size_bytes").read_text(), 16) // PAGE_SIZE
-            names = [path.name for path in MEMORY_BLOCKS.glob("memory[0-9]*")]
+            block_pages = block_size() // PAGE_SIZE
+            blocks = memory_blocks()
         except (OSError, ValueError):
             return ranges
         used = False
         places = {zone.name: self._place_of_zone(zone) for zone in self.zones if zone.populated}
-        for name in names:
-            first = int(name[6:]) * block_pages
+        for block in blocks:
+            first = block.number * block_pages
             at = int(np.searchsorted(ranges.start, np.uint64(first), side="right")) - 1
             last = int(np.searchsorted(ranges.start, np.uint64(first + block_pages - 1), side="right")) - 1
             if not (ranges.code[max(at, 0) : last + 1] == UNKNOWN).any():
                 continue
             try:
-                zone_name = (MEMORY_BLOCKS / name / "valid_zones").read_text().strip()
-                state = (MEMORY_BLOCKS / name / "state").read_text().strip()
+                zone_name = block.zone
             except OSError:
                 continue
-            if state == "online" and zone_name in places:
+            if zone_name in places:
                 ranges = _overlay(ranges, first, first + block_pages, places[zone_name], only=UNKNOWN)
                 used = True
         if used:
@@ -745,13 +728,8 @@ def _overlay(ranges: _Ranges, first: int, end: int, code: int, only: int | None 
         rows.append((low, high, code, n))
         if high < b:
             rows.append((high, b, c, n))
-    columns: list[tuple[int, ...]] = list(zip(*rows, strict=True)) if rows else [(), (), (), ()]
-    return _merge(
-        np.array(columns[0], dtype=np.uint64),
-        np.array(columns[1], dtype=np.uint64),
-        np.array(columns[2], dtype=np.uint8),
-        np.array(columns[3], dtype=np.int32),
-    )
+    drawn = _of_rows(rows)
+    return _merge(drawn.start, drawn.end, drawn.code, drawn.node)
 
 
 def _read_cma_area(kcore: Kcore, btf: Btf, address: int) -> CmaArea | None:

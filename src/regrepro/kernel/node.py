@@ -8,7 +8,9 @@ import resource
 from pathlib import Path
 from typing import Any
 
-PAGE_SIZE: int = os.sysconf("SC_PAGE_SIZE")
+from regrepro.kernel import procfs
+from regrepro.kernel.procfs import text as _text
+from regrepro.kernel.zones import MEMINFO, PAGE_SIZE, parse_meminfo
 
 # include/uapi/linux/capability.h, by bit.
 CAPABILITIES = [
@@ -70,13 +72,6 @@ VM_SYSCTLS = (
 )
 
 
-def _text(path: str) -> str | None:
-    try:
-        return Path(path).read_text(errors="replace").strip()
-    except OSError:
-        return None
-
-
 def capabilities() -> list[str]:
     """Return the effective capabilities of this process (CapEff of /proc/self/status), by name."""
     found = re.search(r"^CapEff:\s*([0-9a-f]+)", _text("/proc/self/status") or "", re.MULTILINE)
@@ -89,14 +84,6 @@ def decode_capabilities(mask: int) -> list[str]:
     return [names.get(bit, f"CAP_{bit}") for bit in range(mask.bit_length()) if mask >> bit & 1]
 
 
-def lockdown() -> str | None:
-    """Return the kernel's lockdown mode: `none`, `integrity`, `confidentiality`; None where it cannot be
-    read.
-    """
-    found = re.search(r"\[(\w+)\]", _text("/sys/kernel/security/lockdown") or "")
-    return found[1] if found else None
-
-
 def container() -> str | None:
     """Return what hints at a container, None where nothing does. A hint, not a proof."""
     if Path("/.dockerenv").exists():
@@ -106,10 +93,9 @@ def container() -> str | None:
     named = (_text("/run/systemd/container") or "").split("\n")[0]
     if named:
         return named
-    environment = _text("/proc/1/environ") or ""
-    found = re.search(r"(?:^|\0)container=([^\0]+)", environment)
-    if found:
-        return found[1]
+    for item in procfs.init_environment():
+        if item.startswith("container=") and item != "container=":
+            return item.partition("=")[2]
     groups = _text("/proc/1/cgroup") or ""
     found = re.search(r"kubepods|docker|libpod|lxc", groups)
     return found[0] if found else None
@@ -156,11 +142,6 @@ def _limit(value: int) -> int | None:
     return None if value == resource.RLIM_INFINITY else value
 
 
-def _memory_total() -> int | None:
-    found = re.search(r"^MemTotal:\s+(\d+) kB", _text("/proc/meminfo") or "", re.MULTILINE)
-    return int(found[1]) * 1024 if found else None
-
-
 def node_facts() -> dict[str, Any]:
     """Return key `node` of the header; facts that this user may not read are null. A limit of null is
     "unlimited".
@@ -173,23 +154,17 @@ def node_facts() -> dict[str, Any]:
         "kernel_version": uname.version,
         "arch": uname.machine,
         "page_size": PAGE_SIZE,
-        "cmdline": _text("/proc/cmdline"),
+        "cmdline": procfs.command_line(),
         "cpus": os.cpu_count(),
-        "memory_total": _memory_total(),
+        "memory_total": parse_meminfo(_text(MEMINFO) or "").get("MemTotal"),
         "euid": os.geteuid(),
         "capabilities": capabilities(),
         "user_namespace_initial": in_initial_user_namespace(),
-        "lockdown": lockdown(),
+        "lockdown": procfs.lockdown(),
         "container": container(),
         "vm": vm_sysctls(),
-        "transparent_hugepage": _chosen("/sys/kernel/mm/transparent_hugepage/enabled"),
+        "transparent_hugepage": procfs.chosen("/sys/kernel/mm/transparent_hugepage/enabled"),
         "nvidia_module": nvidia_module(),
         "nvidia_driver": nvidia_driver(),
         "limits": {"memlock_soft": _limit(soft), "memlock_hard": _limit(hard)},
     }
-
-
-def _chosen(path: str) -> str | None:
-    """Return the word in brackets of a sysfs choice."""
-    found = re.search(r"\[(\w+)\]", _text(path) or "")
-    return found[1] if found else None

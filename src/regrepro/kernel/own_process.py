@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import re
 from functools import cache
-from pathlib import Path
 
-KALLSYMS = Path("/proc/kallsyms")
+from regrepro.kernel.procfs import KALLSYMS
+
 STATUS = "/proc/self/status"
 
 _COUNTED = re.compile(rb"^(Vm(?:Lck|Pin)):\s+(\d+) kB", re.MULTILINE)

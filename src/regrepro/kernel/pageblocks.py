@@ -274,18 +274,20 @@ class Sections:
         answer = rows >= 0
         if self.valid is not None and len(self.numbers):
             shift = max(_SUBSECTION_SHIFT - (PAGE_SIZE.bit_length() - 1), 0)
-            inside = (pfns & np.uint64((1 << self.layout.section_shift) - 1)) >> np.uint64(shift)
-            answer = answer & self.valid[rows, inside.astype(np.int64)]
+            answer = answer & self.valid[rows, self._inside(pfns, shift)]
         return answer
+
+    def _inside(self, pfns: NDArray[np.uint64], shift: int) -> NDArray[np.int64]:
+        """Return in which part of its section, of 2**shift pages, each PFN lies."""
+        mask = np.uint64((1 << self.layout.section_shift) - 1)
+        inside: NDArray[np.int64] = (pfns & mask).astype(np.int64) >> shift
+        return inside
 
     def types_of(self, pfns: NDArray[np.uint64], rows: NDArray[np.int64]) -> NDArray[np.uint8]:
         """Return the migratetype of each PFN's pageblock; meaningless where rows is -1."""
-        inside = (pfns & np.uint64((1 << self.layout.section_shift) - 1)) >> np.uint64(
-            self.layout.pageblock_order
-        )
         if not len(self.numbers):
             return np.zeros(len(pfns), dtype=np.uint8)
-        types: NDArray[np.uint8] = self.types[rows, inside.astype(np.int64)]
+        types: NDArray[np.uint8] = self.types[rows, self._inside(pfns, self.layout.pageblock_order)]
         return types
 
 

@@ -20,10 +20,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from regrepro.errors import EnvironmentProblem, errno_name
-from regrepro.kernel import trace_flags, trace_fs, trace_parse, trace_probes, trace_tree
+from regrepro.kernel import procfs, trace_flags, trace_fs, trace_parse, trace_probes, trace_tree
 
 if TYPE_CHECKING:
-    from regrepro.kernel.leftovers import Entry, Journal
+    from regrepro.kernel.journal import Entry, Journal
     from regrepro.kernel.trace_probes import Point
 
 PAGE_SIZE: int = os.sysconf("SC_PAGE_SIZE")
@@ -324,7 +324,7 @@ class Tracer:
         assert instance is not None
         try:
             tids = " ".join(sorted(path.name for path in Path(f"/proc/{pid}/task").iterdir()))
-            trace_fs.write_truncating(instance / "set_event_pid", tids or str(pid))
+            trace_fs.write(instance / "set_event_pid", tids or str(pid), os.O_TRUNC)
         except OSError as error:
             self._why = f"process {pid} cannot be followed: {_said(error)}"
 
@@ -489,14 +489,14 @@ class Tracer:
         self._stats, self._raw = [], []
         if self._tracefs is not None and self._instance_name:
             left = []
-            try:
-                trace_fs.remove_instance(self._tracefs, self._instance_name)
-            except OSError as error:
-                left.append(f"the trace instance {self._instance_name} could not be removed: {_said(error)}")
-            try:
-                trace_fs.remove_group(self._tracefs, self._group)
-            except OSError as error:
-                left.append(f"probes of {self._group} could not be removed: {_said(error)}")
+            for what, remove, name in (
+                ("the trace instance", trace_fs.remove_instance, self._instance_name),
+                ("the probes of", trace_fs.remove_group, self._group),
+            ):
+                try:
+                    remove(self._tracefs, name)
+                except OSError as error:
+                    left.append(f"{what} {name} could not be removed: {_said(error)}")
             if left:
                 self._why += "; " + "; ".join(left)  # the journal keeps them for the next start
             else:
@@ -531,7 +531,7 @@ _NOT_READ = {**_EMPTY, "status": "off", "why": "the call succeeded; its events w
 
 def _obstacle() -> str:
     """Return why tracing cannot work here, "" where nothing speaks against it. Changes nothing."""
-    mode = trace_fs.lockdown()
+    mode = procfs.lockdown()
     if mode == "confidentiality":
         return "the kernel is locked down (confidentiality), which forbids kprobes and tracefs"
     if os.geteuid() != 0:

@@ -10,11 +10,11 @@ import os
 import struct
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 
+from regrepro.kernel import procfs
+from regrepro.kernel.btf import Btf, BtfError
+from regrepro.kernel.procfs import BTF_PATH
 from regrepro.kernel.release import kernel_series, stock_series
-
-BTF_PATH = Path("/sys/kernel/btf/vmlinux")
 
 # include/linux/mm.h, v5.6 (which brought FOLL_PIN) to v6.2. Names that only some of these versions have keep
 # one value in all that have them; 0x80 was FOLL_SPLIT up to 5.13 and is FOLL_NOFAULT since 5.16.
@@ -101,38 +101,14 @@ def from_version(release: str) -> FlagNames:
 def from_btf(blob: bytes) -> FlagNames | None:
     """Return the names from a kernel's BTF, None where it has no FOLL_* enum.
 
-    The enums are anonymous, so they are found by their first member: its name's offset and value, as BTF
-    stores an enum member (Documentation/bpf/btf.rst, BTF_KIND_ENUM), and then member by member.
+    The enums are anonymous, and known by their first members.
     """
-    if not has_btf(blob):
-        return None
-    header_length, type_off, type_len, str_off, str_len = struct.unpack_from("=IIIII", blob, 4)
-    types, strings = header_length + type_off, header_length + str_off
     values: dict[str, int] = {}
-    for name, value in (("FOLL_WRITE", 1), ("FOLL_TOUCH", 1 << 16)):
-        at = blob.find(b"\0" + name.encode() + b"\0", strings, strings + str_len)
-        if at < 0:
-            continue
-        needle = struct.pack("=Ii", at + 1 - strings, value)
-        position = types - 1
-        while (position := blob.find(needle, position + 1, types + type_len)) >= 0:
-            members = _members(blob, position, types + type_len, strings)
-            if (position - types) % 4 == 0 and len(members) > 2:
-                values.update(members)
-                break
+    with suppress(BtfError):
+        btf = Btf(blob)
+        for first in ("FOLL_WRITE", "FOLL_TOUCH"):
+            values |= btf.enum_from(first) or {}
     return FlagNames(values, "BTF of the running kernel") if "FOLL_LONGTERM" in values else None
-
-
-def _members(blob: bytes, at: int, end: int, strings: int) -> dict[str, int]:
-    members: dict[str, int] = {}
-    while at + 8 <= end:
-        name_off, value = struct.unpack_from("=Ii", blob, at)
-        if not blob.startswith(b"FOLL_", strings + name_off):
-            break
-        start = strings + name_off
-        members[blob[start : blob.index(b"\0", start)].decode()] = value
-        at += 8
-    return members
 
 
 def of_running_kernel() -> FlagNames:
@@ -142,13 +118,8 @@ def of_running_kernel() -> FlagNames:
     except OSError:
         blob = b""
     uname = os.uname()
-    return of_kernel(blob, uname.release, stock_series(uname.release, uname.version, _banner()) is not None)
-
-
-def _banner() -> str:
-    with suppress(OSError):
-        return Path("/proc/version").read_text(encoding="utf-8", errors="replace")
-    return ""
+    banner = procfs.text("/proc/version") or ""
+    return of_kernel(blob, uname.release, stock_series(uname.release, uname.version, banner) is not None)
 
 
 def of_kernel(blob: bytes, release: str, stock: bool) -> FlagNames:

@@ -1,27 +1,25 @@
 """tracefs: where it is, an instance and a kprobe group of our own, and what killed runs of ours have left.
 
 Names carry the owner's PID and start time (`regrepro-PID-START`, kprobe group `regrepro_PID_START`; inside a
-PID namespace the namespace's number follows), so that a leftover is known by its name alone; nothing of
+PID namespace the namespace's number follows), so that what is ours is known by its name alone; nothing of
 another name is ever touched.
 """
 
 from __future__ import annotations
 
-import errno
 import os
 import re
-import time
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from regrepro.kernel.leftovers import start_time
+from regrepro.kernel import procfs
+from regrepro.kernel.busy import when_free
+from regrepro.kernel.procfs import INITIAL_PID_NAMESPACE, pid_namespace, start_time
 
 PLACES = (Path("/sys/kernel/tracing"), Path("/sys/kernel/debug/tracing"))
 _INSTANCE = re.compile(r"^regrepro-(\d+)-(\d+)(?:-(\d+))?$")
 _GROUP = re.compile(r"^regrepro_(\d+)_(\d+)(?:_(\d+))?$")
-_INITIAL_PID_NAMESPACE = 0xEFFFFFFC  # PROC_PID_INIT_INO, include/linux/proc_ns.h
 _PROBE = re.compile(r"^[pr]\d*:(?P<group>[^/\s]+)/(?P<event>\S+)")
 
 _FSOPEN_CLOEXEC, _FSMOUNT_CLOEXEC, _FSCONFIG_CMD_CREATE, _AT_FDCWD = 1, 1, 6, -100
@@ -31,21 +29,14 @@ _SYS_FSOPEN, _SYS_FSCONFIG, _SYS_FSMOUNT = 430, 431, 432  # same on every archit
 def own_names(pid: int) -> tuple[str, str]:
     """Return the names of the trace instance and of the kprobe group of process `pid` of this namespace."""
     parts = [str(pid), str(start_time(pid))]
-    if _pid_namespace() != _INITIAL_PID_NAMESPACE:
-        parts.append(str(_pid_namespace()))
+    if pid_namespace() != INITIAL_PID_NAMESPACE:
+        parts.append(str(pid_namespace()))
     return "-".join(["regrepro", *parts]), "_".join(["regrepro", *parts])
-
-
-def _pid_namespace() -> int:
-    try:
-        return Path("/proc/self/ns/pid").stat().st_ino
-    except OSError:
-        return 0
 
 
 def _owner_is_gone(name: re.Match[str]) -> bool:
     """Whether the process that made something of this name is gone; False for another PID namespace's."""
-    if int(name[3] or _INITIAL_PID_NAMESPACE) != _pid_namespace():
+    if int(name[3] or INITIAL_PID_NAMESPACE) != pid_namespace():
         return False
     return start_time(int(name[1])) != int(name[2])
 
@@ -98,19 +89,12 @@ class OwnMount:
             self.fd = -1
 
 
-def lockdown() -> str:
-    """Return the kernel's lockdown mode (`none`, `integrity`, `confidentiality`), "" where it has none."""
-    try:
-        text = Path("/sys/kernel/security/lockdown").read_text()
-    except OSError:
-        return ""
-    found = re.search(r"\[(\w+)\]", text)
-    return found[1] if found else ""
+def write(path: Path, text: str, flags: int = 0) -> None:
+    """Write to a control file with one write(2). Raises OSError with the kernel's errno.
 
-
-def write(path: Path, text: str) -> None:
-    """Write to a control file with one write(2). Raises OSError with the kernel's errno."""
-    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    `flags`: os.O_TRUNC for a file that otherwise keeps what it had (set_event_pid).
+    """
+    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | flags)
     try:
         os.write(fd, text.encode())
     finally:
@@ -118,12 +102,11 @@ def write(path: Path, text: str) -> None:
 
 
 def append(path: Path, text: str) -> None:
-    """Write to a control file without truncating it (truncating kprobe_events removes every probe)."""
-    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
-    try:
-        os.write(fd, text.encode())
-    finally:
-        os.close(fd)
+    """Write to a control file without truncating it (truncating kprobe_events removes every probe).
+
+    Not by open("a"): that seeks to the end, which the kernel's seq_file refuses with EINVAL.
+    """
+    write(path, text, os.O_APPEND)
 
 
 def remove_instance(tracefs: Path, name: str) -> bool:
@@ -136,7 +119,7 @@ def remove_instance(tracefs: Path, name: str) -> bool:
     with suppress(OSError):
         write(path / "tracing_on", "0")
         write(path / "events" / "enable", "0")
-    _retry(path.rmdir)
+    when_free(path.rmdir)
     return True
 
 
@@ -146,38 +129,26 @@ def remove_group(tracefs: Path, group: str) -> int:
         raise ValueError(f"{group!r} is not a kprobe group of ours")
     removed = 0
     file = tracefs / "kprobe_events"
-    with suppress(OSError):
-        write(tracefs / "events" / group / "enable", "0")
+    for place in (tracefs, *(tracefs / "instances").glob("*")):
+        with suppress(OSError):
+            write(place / "events" / group / "enable", "0")
     for line in file.read_text().splitlines():
         found = _PROBE.match(line)
         if found and found["group"] == group:
             event = found["event"]
             try:
-                _retry(partial(append, file, f"-:{group}/{event}\n"))
+                when_free(partial(append, file, f"-:{group}/{event}\n"))
                 removed += 1
             except FileNotFoundError:
                 continue  # another start was faster
     return removed
 
 
-def _retry(step: Callable[[], object], limit: float = 2.0) -> None:
-    """Do a step that the kernel refuses with EBUSY while a reader is still letting go."""
-    deadline = time.monotonic() + limit
-    while True:
-        try:
-            step()
-            return
-        except OSError as error:
-            if error.errno != errno.EBUSY or time.monotonic() > deadline:
-                raise
-            time.sleep(0.02)
-
-
 def reclaim(tracefs: Path) -> list[str]:
     """Remove instances and probes of runs of ours that are gone; return a sentence for each.
 
-    Beside the journal (`leftovers.reclaim()`), which names what a run has made: this knows them by their
-    names, so that a lost journal leaves nothing. Never raises.
+    Beside `reclaim`, which goes by the cleanup journal: this knows them by their
+    names, so that nothing stays where the journal was lost. Never raises.
     """
     said: list[str] = []
     with suppress(OSError):
@@ -204,27 +175,10 @@ def reclaim(tracefs: Path) -> list[str]:
 
 def kernel_has_tracefs() -> bool:
     """Return whether the running kernel knows the file system at all."""
-    try:
-        return any(
-            line.split()[-1] == "tracefs" for line in Path("/proc/filesystems").read_text().splitlines()
-        )
-    except OSError:
-        return False
-
-
-def write_truncating(path: Path, text: str) -> None:
-    """Write to a control file that keeps what it had unless it is opened for truncation (set_event_pid)."""
-    fd = os.open(path, os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC)
-    try:
-        os.write(fd, text.encode())
-    finally:
-        os.close(fd)
+    return "tracefs" in (procfs.text("/proc/filesystems") or "").split()
 
 
 def return_probes_have_arguments(tracefs: Path) -> bool:
     """Return whether a return probe can record its function's arguments, by the kernel's own README."""
-    try:
-        text = (tracefs / "README").read_text()
-    except OSError:
-        return False
+    text = procfs.text(tracefs / "README") or ""
     return any("return probes support:" in line and "$arg<N>" in line for line in text.splitlines())

@@ -14,7 +14,6 @@ PAGE_SIZE: int = os.sysconf("SC_PAGE_SIZE")
 
 ZONEINFO = Path("/proc/zoneinfo")
 MEMINFO = Path("/proc/meminfo")
-CMDLINE = Path("/proc/cmdline")
 KMSG = Path("/dev/kmsg")
 CMA_SYSFS = Path("/sys/kernel/mm/cma")
 CMA_DEBUGFS = Path("/sys/kernel/debug/cma")

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 from regrepro.errors import EnvironmentProblem
+from regrepro.kernel.procfs import boot_id
 from regrepro.lab.archive import write_atomically
 
 PROBE_SECONDS = 8.0
@@ -27,14 +28,6 @@ def kvm_accessible() -> bool:
     except OSError:
         return False
     return True
-
-
-def boot_id() -> str:
-    """Return the id of this boot of the host; empty where there is none."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        return ""
 
 
 def remembered(file: Path) -> bool | None:

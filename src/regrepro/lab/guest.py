@@ -133,8 +133,7 @@ def _finish_modules(loader: tuple[int, int]) -> None:
     from regrepro.lab import softroce
 
     try:
-        softroce.make_netdev()
-        softroce.make_rxe()
+        softroce.make()
         if not softroce.wait_for_gid():
             tell("note", text=f"{softroce.DEVICE} got no GID for {softroce.ADDRESS}")
     except OSError as error:

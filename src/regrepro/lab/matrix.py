@@ -24,6 +24,8 @@ from typing import Any
 
 from regrepro import __version__, judge
 from regrepro.errors import EnvironmentProblem, RegreproError, UsageError
+from regrepro.kernel import procfs
+from regrepro.kernel.zones import MEMINFO, parse_meminfo
 from regrepro.lab.run import LabOptions
 from regrepro.record import FILE_NAME, read_record
 
@@ -387,14 +389,8 @@ def read_matrix(path: Path) -> dict[str, Any]:
 
 def available_memory() -> int:
     """Return MemAvailable in bytes."""
-    try:
-        with Path("/proc/meminfo").open(encoding="ascii") as file:
-            for line in file:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except (OSError, ValueError, IndexError):
-        pass
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    available = parse_meminfo(procfs.text(MEMINFO) or "").get("MemAvailable")
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if available is None else available
 
 
 def _slug(text: str) -> str:

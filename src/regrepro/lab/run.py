@@ -23,7 +23,8 @@ from typing import Any
 
 from regrepro.errors import EnvironmentProblem, RegreproError, UsageError
 from regrepro.judge.names import name_of
-from regrepro.kernel import leftovers
+from regrepro.kernel import reclaim
+from regrepro.kernel.journal import Entry, Journal
 from regrepro.lab import accel as acceleration
 from regrepro.lab.kernels import Kernel, Kernels
 from regrepro.lab.machine import Ending, Limits, Machine, is_hidden, require_tools
@@ -93,7 +94,7 @@ def lab_run(
     settings = lab.settings()
     arguments, homes = guest_names(names)
     require_tools()
-    for sentence in leftovers.reclaim():
+    for sentence in reclaim.reclaim():
         tell.say(f"left by a killed run, given back: {sentence}")
     kernels = Kernels(watcher=tell)
     kernel = kernels.get(lab.kernel)
@@ -180,10 +181,10 @@ def _signals() -> Iterator[None]:
 class Workplace:
     """A temporary directory and the machine in it, both written down so that the next start removes them."""
 
-    def __init__(self, directory: Path, journal: leftovers.Journal) -> None:
+    def __init__(self, directory: Path, journal: Journal) -> None:
         self.directory = directory
         self._journal = journal
-        self._process: leftovers.Entry | None = None
+        self._process: Entry | None = None
 
     def started(self, pid: int) -> None:
         """Write down a machine's process."""
@@ -200,7 +201,7 @@ class Workplace:
 def workplace() -> Iterator[Workplace]:
     """Make the workplace of one machine, and remove it."""
     directory = Path(tempfile.gettempdir()) / f"regrepro-lab-{secrets.token_hex(8)}"
-    with leftovers.Journal() as journal:
+    with Journal() as journal:
         journal.add("directory", path=str(directory))
         place = Workplace(directory, journal)
         try:

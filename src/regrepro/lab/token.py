@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 import secrets
-from pathlib import Path
+
+from regrepro.kernel import procfs
 
 ARGUMENT = "regrepro.lab"
-_CMDLINE = Path("/proc/cmdline")
 _TOKEN = re.compile(r"[0-9a-f]{32}")
 
 
@@ -27,15 +27,9 @@ def token_in(command_line: str) -> str | None:
 
 def in_lab_guest() -> bool:
     """Whether this machine is a guest that the lab booted: nothing on it outlives the run."""
-    try:
-        return token_in(_CMDLINE.read_text(encoding="utf-8", errors="replace")) is not None
-    except OSError:
-        return False
+    return token_in(procfs.command_line() or "") is not None
 
 
 def is_guest_of(token: str) -> bool:
     """Whether this machine was booted by the lab run that has `token`."""
-    try:
-        return token_in(_CMDLINE.read_text(encoding="utf-8", errors="replace")) == token
-    except OSError:
-        return False
+    return token_in(procfs.command_line() or "") == token

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import select
 import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
+
+from regrepro.kernel import procfs
 
 _OUTPUT_LIMIT = 8000
 
@@ -102,13 +103,9 @@ def memory_events(pid: int) -> dict[str, int] | None:
     None where it is the one that this process is in itself: its counts may be anyone's, of any time.
     """
     with contextlib.suppress(OSError, ValueError):
-        own, its = (
-            re.search(r"^0::(.*)", Path(f"/proc/{one}/cgroup").read_text(), re.M) for one in ("self", pid)
-        )
-        root = re.search(r"^\S+ (\S+) cgroup2 ", Path("/proc/self/mounts").read_text(), re.M)
-        if root and own and its and own[1] != its[1]:
-            lines = Path(root[1] + its[1], "memory.events").read_text().splitlines()
-            return {name: int(count) for name, count in (line.split() for line in lines)}
+        own, its, root = procfs.cgroup2_of(), procfs.cgroup2_of(pid), procfs.cgroup2_root()
+        if root and own and its and own != its:
+            return procfs.counts((root / its.lstrip("/") / "memory.events").read_text())
     return None
 
 

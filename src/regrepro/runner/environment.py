@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from regrepro import reservations
-from regrepro.kernel import leftovers, memoryblocks
+from regrepro.kernel import memoryblocks, reclaim
+from regrepro.kernel.journal import Journal
 from regrepro.kernel.memorymap import read_memory_map
 from regrepro.kernel.node import node_facts
 from regrepro.kernel.trace import Tracer as KernelTracer
@@ -28,11 +29,11 @@ class Environment:
 
     def reclaim(self) -> list[str]:
         """Give back what killed runs left; return a sentence for each thing."""
-        return leftovers.reclaim()
+        return reclaim.reclaim()
 
     def journal(self) -> Any:
         """Return the journal of this run: what it must give back, also after a kill, at the next start."""
-        return leftovers.Journal()
+        return Journal()
 
     def memory_map(self) -> MemoryMap:
         return read_memory_map()

@@ -25,6 +25,7 @@ from typing import Any
 
 from regrepro.core.memory import keep_from_numa_balancing
 from regrepro.errors import EnvironmentProblem, RegreproError, Unmet
+from regrepro.kernel import procfs
 from regrepro.kernel.parent import die_with_parent
 from regrepro.options import RunOptions, format_size
 from regrepro.progress import Progress, Silent
@@ -490,8 +491,7 @@ class _Run:
         # A page that moves for another reason than the call under test proves nothing.
         keep_from_numa_balancing()
         # Should memory run out, this process goes first, and nothing of the node's own.
-        with contextlib.suppress(OSError):
-            Path("/proc/self/oom_score_adj").write_text("1000")
+        procfs.end_first_when_memory_runs_out()
 
     def _body(self, one: Pass, backend: Backend) -> int:
         """Check the needs, run the body, and record what became of it."""

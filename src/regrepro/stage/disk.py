@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 
 from regrepro.errors import Unmet
+from regrepro.kernel import procfs
 
 # File systems that keep their pages in memory only, or do not let a file be written by a shared mapping: a
 # page of theirs needs no dirty tracking, so it may be pinned for long. The files of an overlay may lie on it.
@@ -33,14 +34,11 @@ def _file_system(directory: str) -> str:
 
     statfs(2) would not do: 9p passes on the type of the host's file system (`v9fs_statfs`).
     """
-    path = os.path.realpath(directory)
-    best, kind = "", "unknown"
-    for line in Path("/proc/self/mounts").read_text(encoding="utf-8", errors="replace").splitlines():
-        place, its_kind = line.split()[1:3]
-        inside = path == place or path.startswith(place.rstrip("/") + "/")
-        if inside and len(place) >= len(best):
-            best, kind = place, its_kind
-    return kind
+    path = Path(directory).resolve()
+    over = [mount for mount in procfs.mounts() if mount.place in (path, *path.parents)]
+    # Of several at one place the last covers the others.
+    deepest = max(reversed(over), key=lambda mount: len(mount.place.parts), default=None)
+    return "unknown" if deepest is None else deepest.kind
 
 
 def _loop_file_system() -> str:

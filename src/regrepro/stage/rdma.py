@@ -146,10 +146,10 @@ class VerbsDevice:
     def _second_opinion(self) -> Any:
         """Return pyverbs on this device: an errno that it gets, too, is not our core's own doing."""
         if self._pyverbs is None:
-            from regrepro.core import pyverbs_registrar
+            from regrepro.core import pyverbs_device
 
             try:
-                self._pyverbs = pyverbs_registrar.PyverbsRegistrar(self.name)
+                self._pyverbs = pyverbs_device.PyverbsDevice(self.name)
             except (OSError, RegreproError) as error:
                 raise Unmet(
                     "pyverbs",
@@ -206,7 +206,7 @@ class IoUringDevice:
     ) -> MemoryRegion:
         from regrepro.core import iouring
 
-        ring = self._idle.pop() if self._idle else iouring.IoUringRegistrar()
+        ring = self._idle.pop() if self._idle else iouring.FixedBuffers()
         try:
             ring.register(address, length)
         except OSError:

@@ -3,7 +3,7 @@
 Gathering moves the right pages together with `mremap`, which keeps the physical page; memory that somebody
 else maps is drawn whole until it lies as wanted. What does not fit is held until the search ends, or the
 kernel would hand out the same pages again, and then given back at once. With `--place pressure` ordinary
-memory is held meanwhile by another process (`kernel/pressure.py`).
+memory is held meanwhile by another process (`kernel/pressure`).
 """
 
 from __future__ import annotations

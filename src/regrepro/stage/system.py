@@ -17,8 +17,9 @@ from regrepro.core import cuda, pins, placement
 from regrepro.core.memory import Range as Memory
 from regrepro.core.memory import gather, vma_lines
 from regrepro.errors import RegreproError, Unmet
+from regrepro.kernel import procfs
 from regrepro.kernel.pagestate import PageReader
-from regrepro.kernel.pressure import Pressure
+from regrepro.kernel.pressure.pressure import Pressure
 from regrepro.kernel.zones import Zone, read_meminfo, read_zones
 from regrepro.options import RunOptions
 from regrepro.stage import disk, hugepages
@@ -184,7 +185,7 @@ class System:
         """
         if self._vmstat < 0:
             try:
-                self._vmstat = os.open("/proc/vmstat", os.O_RDONLY | os.O_CLOEXEC)
+                self._vmstat = os.open(procfs.VMSTAT, os.O_RDONLY | os.O_CLOEXEC)
             except OSError:
                 return None
         text = os.pread(self._vmstat, 1 << 16, 0)

@@ -10,12 +10,11 @@ from pathlib import Path
 from regrepro.errors import EnvironmentProblem
 from regrepro.kernel import trace_flags
 from regrepro.kernel.btf import Btf, BtfError
+from regrepro.kernel.procfs import BTF_PATH, INITIAL_PID_NAMESPACE, KALLSYMS, lockdown, pid_namespace
 from regrepro.kernel.trace_flags import FlagNames
-from regrepro.kernel.trace_fs import lockdown
 from regrepro.watch.bpf.engine import BpfEngine, RequestOffsets
 from regrepro.watch.correlate import Correlator
 from regrepro.watch.functions import (
-    KALLSYMS,
     MODULES,
     Functions,
     find_functions,
@@ -26,8 +25,8 @@ from regrepro.watch.registrations import Account
 from regrepro.watch.watch_settings import PINS, WatchSettings
 
 ENGINE = "bpf"  # the name of what follows the kernel, in records
+BTF_DIRECTORY = BTF_PATH.parent
 _HERE = Path(__file__).parents[1] / "_bpf"
-BTF_DIRECTORY = Path("/sys/kernel/btf")
 FILES = _HERE / "follow", _HERE / "registrations.bpf.o"
 
 
@@ -43,13 +42,11 @@ def require_rights() -> None:
             why="it lets nobody follow it, root neither",
             hint="boot it with lockdown=integrity or without",
         )
-    with suppress(OSError):
-        own = Path("/proc/self/ns/pid").stat().st_ino
-        if own != 0xEFFFFFFC:  # PROC_PID_INIT_INO, include/linux/proc_ns.h
-            raise EnvironmentProblem(
-                "watch runs in a PID namespace of its own and would not find the node's processes",
-                hint="run it on the node itself, or in a container with the node's PIDs (hostPID: true)",
-            )
+    if pid_namespace() not in (INITIAL_PID_NAMESPACE, 0):
+        raise EnvironmentProblem(
+            "watch runs in a PID namespace of its own and would not find the node's processes",
+            hint="run it on the node itself, or in a container with the node's PIDs (hostPID: true)",
+        )
 
 
 @dataclass

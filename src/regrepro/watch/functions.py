@@ -8,8 +8,6 @@ from pathlib import Path
 
 from regrepro.kernel.trace_probes import DRIVERS, Returns
 
-KALLSYMS = Path("/proc/kallsyms")
-
 # Where a request of a program enters: int (*)(struct uverbs_attr_bundle *), drivers/infiniband/core.
 ENTRIES = (
     ("ib_uverbs_reg_mr", "ib_uverbs"),

@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from regrepro.core.pages import read_entries_at, runs
-from regrepro.kernel.leftovers import start_time
 from regrepro.kernel.memorymap import PLACE_NAMES, MemoryMap, read_memory_map
 from regrepro.kernel.pagestate import KPF_COMPOUND_HEAD, KPF_COMPOUND_TAIL, PageReader, PageState
+from regrepro.kernel.procfs import start_time
 from regrepro.kernel.trace_flags import FlagNames
 from regrepro.watch import open_devices, process
 from regrepro.watch.evidence import Evidence, failed_call

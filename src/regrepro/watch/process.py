@@ -9,15 +9,17 @@ import functools
 import os
 import re
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from regrepro.kernel.leftovers import start_time
+from regrepro.kernel import procfs
 from regrepro.kernel.node import decode_capabilities
+from regrepro.kernel.procfs import start_time
+from regrepro.kernel.zones import MEMINFO, PAGE_SIZE, read_meminfo, read_zones
 
 PROC = Path("/proc")
-PAGE_SIZE: int = os.sysconf("SC_PAGE_SIZE")
 
 # Names of a parallel job's variables: which rank this is, of which job. Nothing else of it is kept.
 _RANK = re.compile(
@@ -197,35 +199,22 @@ def _boottime_offset() -> int:
 
 def node_memory() -> dict[str, Any]:
     """Return free memory of the node: `CmaTotal`, `CmaFree`, `MemFree` and, by NUMA node, bytes."""
-    answer: dict[str, Any] = {}
     try:
-        text = Path("/proc/meminfo").read_text()
+        memory = read_meminfo()
     except OSError as error:
-        return {"problem": f"/proc/meminfo: {error.strerror}"}
-    for name in ("MemFree", "MemAvailable", "CmaTotal", "CmaFree", "HugePages_Free", "HugePages_Total"):
-        found = re.search(rf"^{name}:\s+(\d+)( kB)?", text, re.MULTILINE)
-        if found:
-            answer[name] = int(found[1]) * (1024 if found[2] else 1)
+        return {"problem": f"{MEMINFO}: {error.strerror}"}
+    names = ("MemFree", "MemAvailable", "CmaTotal", "CmaFree", "HugePages_Free", "HugePages_Total")
+    answer: dict[str, Any] = {name: memory[name] for name in names if name in memory}
     nodes: dict[str, dict[str, int]] = {}
     for path in sorted(Path("/sys/devices/system/node").glob("node[0-9]*")):
-        try:
-            found = re.search(r"MemFree:\s+(\d+) kB", (path / "meminfo").read_text())
-        except OSError:
-            continue
+        found = re.search(r"MemFree:\s+(\d+) kB", procfs.text(path / "meminfo") or "")
         if found:
             nodes.setdefault(path.name[4:], {})["MemFree"] = int(found[1]) * 1024
-    try:
-        zoneinfo = Path("/proc/zoneinfo").read_text()
-    except OSError:
-        zoneinfo = ""
-    node = ""
-    for line in zoneinfo.splitlines():
-        words = line.split()
-        if line.startswith("Node "):
-            node = words[1].rstrip(",")
-        elif len(words) == 2 and words[0] == "nr_free_cma" and node:
-            kept = nodes.setdefault(node, {})
-            kept["CmaFree"] = kept.get("CmaFree", 0) + int(words[1]) * PAGE_SIZE
+    with suppress(OSError):
+        for zone in read_zones():
+            if zone.free_cma is not None:
+                kept = nodes.setdefault(str(zone.node), {})
+                kept["CmaFree"] = kept.get("CmaFree", 0) + zone.free_cma * PAGE_SIZE
     if nodes:
         answer["nodes"] = nodes
     return answer

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from regrepro.kernel import leftovers
+from regrepro.kernel import reclaim
 from regrepro.kernel.node import node_facts
 from regrepro.record import SCHEMA, Record, encode
 from regrepro.watch import sinks
@@ -97,7 +97,7 @@ class Service:
         }
         wakeup = signal.set_wakeup_fd(self._waker[1], warn_on_full_buffer=False)
         try:
-            for sentence in leftovers.reclaim():
+            for sentence in reclaim.reclaim():
                 self._say(sentence)
             self._run()
         finally:

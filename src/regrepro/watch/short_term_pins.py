@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from regrepro.core.pages import read_pfns, runs
+from regrepro.kernel.procfs import KALLSYMS
 from regrepro.kernel.trace_flags import FlagNames
 from regrepro.watch import process
 from regrepro.watch.failed_registration import FailedRegistration, ShortTermPin
@@ -152,7 +153,7 @@ def _is_held(pin: ShortTermPin) -> bool | None:
     return told[0] in map(str, numbers)
 
 
-def modules_of(stack: Iterable[str], kallsyms: Path = Path("/proc/kallsyms")) -> list[str]:
+def modules_of(stack: Iterable[str], kallsyms: Path = KALLSYMS) -> list[str]:
     """Return the modules whose functions stand in a stack, innermost first. Reads all symbols: a driver may
     have been loaded since the last time.
     """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from typing import Any
 
 import nvidia_files
 import pytest
+from c_programs import C_TESTS, compiler, library
 
 from regrepro.core import cuda as room
 from regrepro.core.cuda_properties import PATH_ATTRIBUTES
@@ -274,14 +274,10 @@ def test_without_cuda_python_the_c_core_tells_all(some_runtime: str, fake_driver
 @pytest.fixture(scope="module")
 def fake_driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a libcuda of one device, also under no name of its own."""
-    gcc = shutil.which("gcc")
-    if not gcc:
-        pytest.skip("gcc is not installed")
     folder = tmp_path_factory.mktemp("driver")
-    source = str(nvidia_files.ROOT / "tests/c/fake_libcuda.c")
-    build = [gcc, "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", source, "-ldl"]
-    subprocess.run([*build, "-Wl,-soname,libcuda.so.1", "-o", str(folder / "libcuda.so.1")], check=True)
-    subprocess.run([*build, "-o", str(folder / "libcuda-unnamed.so")], check=True)
+    source = str(C_TESTS / "fake_libcuda.c")
+    for name, more in (("libcuda.so.1", ["-Wl,-soname,libcuda.so.1"]), ("libcuda-unnamed.so", [])):
+        library(compiler("gcc"), folder / name, source, "-ldl", *more)
     (folder / "libcuda.so").symlink_to("libcuda.so.1")  # the name that the oldest bindings ask for
     return folder
 

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from regrepro.core import pins
-from regrepro.core.iouring import IoUringRegistrar
 from regrepro.core.memory import PAGE_SIZE, Range
 
 TAKERS: dict[str, Callable[[int, int], pins.HeldPin]] = {
@@ -325,28 +324,3 @@ def test_an_ordinary_user_is_told_what_is_missing() -> None:
     else:
         assert done.stdout.startswith("EPERM ")
         assert "vm.unprivileged_userfaultfd=1" in done.stdout
-
-
-def test_io_uring_registers_one_range_at_a_time(buffer: Range) -> None:
-    missing = why_not("io-uring", 1)
-    if missing:
-        pytest.skip(missing)
-    before = descriptors()
-    with IoUringRegistrar() as ring:
-        assert not ring.registered()
-        ring.unregister()
-        for _ in range(3):
-            ring.register(buffer.address, buffer.length)
-            assert ring.registered()
-            with pytest.raises(OSError) as caught:
-                ring.register(buffer.address, PAGE_SIZE)
-            assert caught.value.errno == errno.EBUSY
-            ring.unregister()
-            assert not ring.registered()
-        for address, length in ((buffer.address, 0), (PAGE_SIZE, PAGE_SIZE), (buffer.address, 1 << 40)):
-            with pytest.raises(OSError) as caught:
-                ring.register(address, length)
-            assert caught.value.errno in (errno.EFAULT, errno.EINVAL, errno.ENOMEM)
-        ring.register(buffer.address, buffer.length)
-    ring.close()
-    assert descriptors() == before

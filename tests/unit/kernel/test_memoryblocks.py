@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from regrepro.errors import Unmet
-from regrepro.kernel import leftovers, memoryblocks
-from regrepro.kernel.leftovers import Journal, ReclaimFailed
+from regrepro.kernel import memoryblocks, reclaim
+from regrepro.kernel.journal import Journal, ReclaimFailed
 from regrepro.kernel.memoryblocks import MemoryBlock, OnlinedBlock, online_movable, write_limited
 
 SIZE = 128 << 20
@@ -203,7 +203,7 @@ def test_reclaim_gives_back_from_every_state(sysfs: Sysfs, state: str) -> None:
     sysfs.make(EIGHT)
     before = sysfs.shown()
     sysfs.set(5, *state.split(" ", 1))
-    said = leftovers._HANDLERS["memory-block"]({"block": 5, "restore": "online_kernel"})
+    said = reclaim._HANDLERS["memory-block"]({"block": 5, "restore": "online_kernel"})
     assert sysfs.shown() == before
     assert (said is None) == (state == "online Normal")
 
@@ -213,7 +213,7 @@ def test_reclaim_of_a_busy_block_fails_and_says_why(sysfs: Sysfs) -> None:
     sysfs.set(5, "online", "Movable")
     sysfs.busy = {5: -1}
     with pytest.raises(ReclaimFailed, match="busy"):
-        leftovers._HANDLERS["memory-block"]({"block": 5, "restore": "online_kernel", "limit": 0.2})
+        reclaim._HANDLERS["memory-block"]({"block": 5, "restore": "online_kernel", "limit": 0.2})
 
 
 def test_a_write_that_hangs_is_given_up(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from kernel_fakes import PAGE, FakeKernel, FakeZone
 
-from regrepro.kernel import btf, kallsyms, kcore, memorymap, pageblocks, zones
+from regrepro.kernel import btf, kallsyms, kcore, memoryblocks, memorymap, pageblocks, zones
 from regrepro.kernel.memorymap import ABSENT, CMA, ISOLATE, MOVABLE_ZONE, ORDINARY, UNKNOWN, MemoryMap
 from regrepro.kernel.pageblocks import BitmapLayout
 
@@ -42,7 +42,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> Read:
         monkeypatch.setattr(zones, "CMA_DEBUGFS", kernel.folder / "none")
         monkeypatch.setattr(zones, "kernel_log", lambda: log or [])
         monkeypatch.setattr(kallsyms, "KALLSYMS", kernel.folder / "none")
-        monkeypatch.setattr(memorymap, "MEMORY_BLOCKS", kernel.folder / "memory")
+        monkeypatch.setattr(memoryblocks, "MEMORY_BLOCKS", kernel.folder / "memory")
         monkeypatch.setattr(memorymap.time, "sleep", lambda _: None)
         return memorymap.read_memory_map(**options)  # type: ignore[arg-type]
 
@@ -83,7 +83,7 @@ def test_cma_blocks_are_found(tmp_path: Path, read: Read) -> None:
         ORDINARY,
     ]
     assert codes(seen, 0, 185 * BLOCK, 1 << 40) == [ABSENT, UNKNOWN, UNKNOWN]
-    assert seen.nodes_of(np.array([5, 1 << 40], dtype=np.uint64)).tolist() == [0, -1]
+    assert seen.locate(np.array([5, 1 << 40], dtype=np.uint64))[1].tolist() == [0, -1]
     assert seen.blocks is not None and seen.blocks[0, "DMA32"]["CMA"] == 24
     json.dumps(seen.as_record())
 
@@ -124,7 +124,7 @@ def test_zones_that_overlap_are_told_apart_by_the_pages(tmp_path: Path, read: Re
     seen = read(FakeKernel(tmp_path, spans, types, own_zone=own))
     assert seen.selfcheck["passed"] is True
     assert seen.unpinnable_ranges == [(64 * BLOCK, 128 * BLOCK, "movable-zone")]
-    assert seen.nodes_of(np.array([31, 32, 48], dtype=np.uint64) * np.uint64(BLOCK)).tolist() == [0, 1, 0]
+    assert seen.locate(np.array([31, 32, 48], dtype=np.uint64) * np.uint64(BLOCK))[1].tolist() == [0, 1, 0]
 
 
 def now(memory_map: MemoryMap, *pfns: int) -> list[int]:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 from audit_nodes import VENDOR_RELEASES
 
-from regrepro.kernel import trace_flags
 from regrepro.kernel.release import kernel_series, stock_series
-from unit.kernel.test_trace import PRIVATE, PUBLIC, btf
 
 BANNER = "Linux version 0 (builder@host) (gcc (Debian 12.2.0-14) 12.2.0) #1 SMP"
 DATED = "#1 SMP PREEMPT_DYNAMIC Thu Nov 30 10:11:12 UTC 2023"
@@ -67,16 +65,3 @@ def test_a_plain_release_is_kernel_orgs_only_if_the_banner_names_no_vendor() -> 
 def test_no_vendors_kernel_is_taken_for_one_of_these(release: str, version: str) -> None:
     assert stock_series(release, version, BANNER) is None
     assert kernel_series(release) is not None
-
-
-def test_flags_of_a_vendors_kernel_follow_its_btf_and_not_its_number() -> None:
-    """A 5.14 with the enums of 6.3 ported back, a 4.18 with FOLL_PIN, and one without BTF."""
-    new = trace_flags.of_kernel(btf([PUBLIC, PRIVATE]), "5.14.0-427.el9.x86_64", False)
-    assert new.decode(1 << 9) == ["FOLL_LONGTERM"]
-    assert "FOLL_LONGTERM" not in new.decode(1 << 16)
-    old = trace_flags.of_kernel(btf([[("OTHER", 1), ("MORE", 2)]]), "4.18.0-553.el8_10.x86_64", False)
-    assert old.decode(0x50001) == ["FOLL_WRITE", "FOLL_LONGTERM", "FOLL_PIN"]
-    assert old.decode(0x80) == ["0x80"]
-    blind = trace_flags.of_kernel(b"", "5.14.0-427.el9.x86_64", False)
-    assert blind.decode(0x101) == ["0x101"]
-    assert trace_flags.of_kernel(b"", "6.1.0-57-amd64", True).decode(0x10000) == ["FOLL_LONGTERM"]

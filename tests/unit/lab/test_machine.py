@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from regrepro.errors import EnvironmentProblem, UsageError
-from regrepro.lab import accel, guest, initramfs, machine, softroce, token
+from regrepro.kernel import procfs
+from regrepro.lab import accel, guest, initramfs, machine, token
 from regrepro.lab.kernels import Kernel
 from regrepro.lab.machine import Limits, Machine
 from regrepro.lab.settings import default_memory, make_settings, parse_boot, parse_nodes
@@ -160,7 +161,7 @@ def test_only_the_labs_own_argument_is_a_token() -> None:
 
 
 def test_a_host_is_no_guest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(token, "_CMDLINE", tmp_path / "cmdline")
+    monkeypatch.setattr(procfs, "CMDLINE", tmp_path / "cmdline")
     assert not token.in_lab_guest()
     made = token.new_token()
     (tmp_path / "cmdline").write_text(f"ro {token.ARGUMENT}={made}\n")
@@ -496,14 +497,6 @@ def test_the_answer_holds_for_one_boot_of_the_host(tmp_path: Path, monkeypatch: 
 
 
 # Netlink
-
-
-def test_netlink_messages_have_the_length_that_they_say() -> None:
-    built = softroce.message(16, 0x600, b"12345678")
-    assert len(built) == 24
-    assert int.from_bytes(built[:4], sys.byteorder) == 24
-    attribute = softroce._attribute(3, b"abc")
-    assert (len(attribute), int.from_bytes(attribute[:2], sys.byteorder)) == (8, 7)
 
 
 def test_messages_of_the_guest_are_lines(capfd: pytest.CaptureFixture[str]) -> None:

@@ -20,7 +20,7 @@ import regrepro
 from regrepro import judge
 from regrepro.cli import group
 from regrepro.errors import EnvironmentProblem, UsageError
-from regrepro.kernel import leftovers
+from regrepro.kernel import journal
 from regrepro.lab import run as module
 from regrepro.lab.kernels import Kernel, Kernels
 from regrepro.lab.machine import Ending, Machine
@@ -215,7 +215,7 @@ def fake_lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(module.tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
     journals = tmp_path / "journals"
     journals.mkdir(mode=0o700)
-    monkeypatch.setattr(leftovers, "_places", lambda: [journals])
+    monkeypatch.setattr(journal, "places", lambda: [journals])
     monkeypatch.setattr(module, "require_tools", lambda: None)
     monkeypatch.setattr(module, "compile_package", lambda: None)
     monkeypatch.setattr(Kernels, "get", lambda *_: Kernel("7.3.4", tmp_path / "vmlinuz", None, None))

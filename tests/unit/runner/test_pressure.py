@@ -1,4 +1,4 @@
-"""A run with `--place pressure`: the holder is started before the body, progress is told, leftovers go."""
+"""A run with `--place pressure`: the holder is started before the body, progress is told, nothing is left."""
 
 from __future__ import annotations
 

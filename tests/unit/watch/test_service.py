@@ -65,7 +65,7 @@ def watched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         monkeypatch.setattr(service, "require_rights", lambda: None)
         monkeypatch.setattr(service, "Lock", lambda out: Lock(out, tmp_path / "lock"))
         monkeypatch.setattr(service, "Observer", Node)
-        monkeypatch.setattr(service.leftovers, "reclaim", lambda: ["given back"])
+        monkeypatch.setattr(service.reclaim, "reclaim", lambda: ["given back"])
         monkeypatch.setattr(FollowedKernel, "read", lambda: kernel)
         monkeypatch.setattr(FollowedKernel, "start_engine", start)
         monkeypatch.setattr(FollowedKernel, "follow_modules", lambda *_: ([], []))

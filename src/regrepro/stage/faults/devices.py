@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import signal
-import socket
-import struct
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 from regrepro.errors import RegreproError, Unmet, errno_name
+from regrepro.kernel import netlink
 from regrepro.stage.faults.base import Base, fault, libc
 from regrepro.stage.ports import PAGE_SIZE, Backend, Device, MemoryRegion
 
@@ -138,15 +136,15 @@ class Devices(Base):
         afterwards. Lab only: some kernels never return from the removal.
         """
         name = self._stage.backend.device().name
-        index = _device_index(name)
+        index = netlink.rdma_index(name)
         netdev = Path(f"/sys/class/infiniband/{name}/parent").read_text(encoding="ascii").strip()
         self._step("remove-device", device=name, netdev=netdev)  # written before: it may not return
-        _delete_link(index)
+        netlink.delete_rdma(index)
         self._step("device-removed", device=name)
         try:
             yield
         finally:
-            _new_link(name, netdev)
+            netlink.new_soft_roce(name, netdev)
             self._step("device-made", device=name)
 
 
@@ -231,59 +229,3 @@ def _exhaust(name: str, writing: int) -> None:
         os.write(writing, f"{answer}\n".encode())
         while True:
             signal.pause()
-
-
-# RDMA netlink, as `rdma link delete` speaks it (include/uapi/rdma/rdma_netlink.h).
-_NETLINK_RDMA = 20
-_NLDEV = 5 << 10
-_GET, _NEWLINK, _DELLINK = 1, 3, 4
-_REQUEST, _ACK, _DUMP = 0x1, 0x4, 0x300
-_ATTR_DEV_INDEX, _ATTR_DEV_NAME, _ATTR_NDEV_NAME, _ATTR_LINK_TYPE = 1, 2, 51, 65
-
-
-def _netlink(command: int, flags: int, payload: bytes) -> bytes:
-    request = struct.pack("=IHHII", 16 + len(payload), _NLDEV + command, flags | _REQUEST, 1, 0) + payload
-    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_RDMA) as channel:
-        channel.bind((0, 0))
-        channel.send(request)
-        return channel.recv(1 << 16)
-
-
-def _device_index(name: str) -> int:
-    """Return the index of an RDMA device. Raises OSError (ENODEV)."""
-    answer = _netlink(_GET, _DUMP, b"")
-    while len(answer) >= 16:
-        length, kind = struct.unpack_from("=IH", answer)
-        if kind == _NLDEV + _GET:
-            found: dict[int, bytes] = {}
-            at = 16
-            while at + 4 <= length:
-                size, attribute = struct.unpack_from("=HH", answer, at)
-                if size < 4:
-                    break
-                found[attribute & 0x3FFF] = answer[at + 4 : at + size]
-                at += (size + 3) & ~3
-            if found.get(_ATTR_DEV_NAME, b"").rstrip(b"\0") == name.encode():
-                return int(struct.unpack("=I", found[_ATTR_DEV_INDEX])[0])
-        answer = answer[(length + 3) & ~3 :] if length >= 16 else b""
-    raise OSError(errno.ENODEV, f"{name}: {os.strerror(errno.ENODEV)}")
-
-
-def _delete_link(index: int) -> None:
-    """Delete an RDMA link. Raises OSError with the kernel's errno."""
-    _acknowledged(_netlink(_DELLINK, _ACK, struct.pack("=HHI", 8, _ATTR_DEV_INDEX, index)), "delete")
-
-
-def _new_link(name: str, netdev: str) -> None:
-    """Make a soft-RoCE link on a net device. Raises OSError with the kernel's errno."""
-    payload = b""
-    for attribute, text in ((_ATTR_DEV_NAME, name), (_ATTR_LINK_TYPE, "rxe"), (_ATTR_NDEV_NAME, netdev)):
-        word = text.encode() + b"\0"
-        payload += struct.pack("=HH", 4 + len(word), attribute) + word + bytes(-len(word) % 4)
-    _acknowledged(_netlink(_NEWLINK, _ACK, payload), "add")
-
-
-def _acknowledged(answer: bytes, what: str) -> None:
-    number = -int(struct.unpack_from("=i", answer, 16)[0])
-    if number:
-        raise OSError(number, f"rdma link {what}: {os.strerror(number)}")

@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from regrepro.errors import Unmet
+from regrepro.kernel import procfs
 from regrepro.kernel.node import decode_capabilities
 from regrepro.stage.faults.base import Base, checked, fault, libc
 
@@ -49,7 +50,7 @@ class Limits(Base):
         group = root / f"regrepro-{os.getpid()}"
         with suppress(OSError):
             (root / "cgroup.subtree_control").write_text("+memory")
-        own = Path("/proc/self/cgroup").read_text(encoding="ascii").rpartition("::")[2].strip().lstrip("/")
+        own = (procfs.cgroup2_of() or "").lstrip("/")
         try:
             group.mkdir()
             (group / "memory.max").write_text(str(limit))
@@ -88,10 +89,9 @@ def _set_effective(mask: int) -> None:
 
 def _cgroup2() -> Path:
     """Return where the cgroup v2 hierarchy is mounted; mount it where it is not. Raises `Unmet`."""
-    for line in Path("/proc/self/mounts").read_text(encoding="utf-8", errors="replace").splitlines():
-        words = line.split()
-        if len(words) > 2 and words[2] == "cgroup2":
-            return Path(words[1])
+    mounted = procfs.cgroup2_root()
+    if mounted is not None:
+        return mounted
     place = Path("/sys/fs/cgroup")
     try:
         checked(libc.mount(b"cgroup2", str(place).encode(), b"cgroup2", 0, None), "mount of cgroup2")

@@ -1,4 +1,4 @@
-"""The journal: what dead owners left is given back once, what live ones hold is not touched."""
+"""The cleanup journal: what dead owners left is given back once, what live ones hold is not touched."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ import multiprocessing
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from regrepro.errors import EnvironmentProblem
-from regrepro.kernel import leftovers
-from regrepro.kernel.leftovers import Journal, reclaim
+from regrepro.kernel import reclaim
+from regrepro.kernel.journal import Journal, ReclaimFailed
+
+
+def files(directory: Path) -> list[Path]:
+    return sorted(directory.glob("*.json"))
 
 
 def die_with(directory: Path, body: Callable[[Journal], None]) -> None:
@@ -27,27 +29,6 @@ def die_with(directory: Path, body: Callable[[Journal], None]) -> None:
         finally:
             os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
-
-
-def files(directory: Path) -> list[Path]:
-    return sorted(directory.glob("*.json"))
-
-
-def test_the_file_is_there_while_something_is(tmp_path: Path) -> None:
-    with Journal(tmp_path) as journal:
-        assert files(tmp_path) == []
-        one = journal.add("shm", name="regrepro-test-a")
-        two = journal.add("directory", path="/nowhere/regrepro-b")
-        (path,) = files(tmp_path)
-        assert path.stat().st_mode & 0o777 == 0o600
-        content = json.loads(path.read_text())
-        assert content["owner"]["pid"] == os.getpid()
-        assert [entry["kind"] for entry in content["entries"]] == ["shm", "directory"]
-        journal.remove(one)
-        assert [entry.kind for entry in journal.entries] == ["directory"]
-        journal.remove(two)
-        assert files(tmp_path) == []
-        journal.remove(two)  # again is no harm
 
 
 def test_a_killed_owner_is_cleaned_up_after_once(tmp_path: Path) -> None:
@@ -62,10 +43,10 @@ def test_a_killed_owner_is_cleaned_up_after_once(tmp_path: Path) -> None:
 
     die_with(journals, body)
     assert folder.exists()
-    said = reclaim(journals)
+    said = reclaim.reclaim(journals)
     assert len(said) == 1 and str(folder) in said[0]
     assert not folder.exists() and files(journals) == []
-    assert reclaim(journals) == []
+    assert reclaim.reclaim(journals) == []
 
 
 def test_a_process_is_ended_by_pid_and_start_time(tmp_path: Path) -> None:
@@ -78,7 +59,7 @@ def test_a_process_is_ended_by_pid_and_start_time(tmp_path: Path) -> None:
             journal.add("process", pid=other.pid, starttime=1)  # a PID that was given to someone else since
 
         die_with(tmp_path, body)
-        assert len(reclaim(tmp_path)) == 1
+        assert len(reclaim.reclaim(tmp_path)) == 1
         assert sleeper.wait(5) == -signal.SIGKILL
         assert other.poll() is None
     finally:
@@ -96,7 +77,7 @@ def test_what_a_live_owner_holds_is_left(tmp_path: Path) -> None:
         entry = journal.add("directory", path=str(folder))
         child = os.fork()
         if child == 0:
-            os._exit(len(reclaim(journals)))
+            os._exit(len(reclaim.reclaim(journals)))
         assert os.waitpid(child, 0)[1] == 0
         assert folder.exists() and len(files(journals)) == 1
         journal.remove(entry)
@@ -116,23 +97,23 @@ def test_a_forked_child_has_a_journal_of_its_own(tmp_path: Path) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
     assert len(files(journals)) == 2
-    assert len(reclaim(journals)) == 1 and not folder.exists()
+    assert len(reclaim.reclaim(journals)) == 1 and not folder.exists()
     assert [entry.id for entry in journal.entries] == [mine.id] and len(files(journals)) == 1
     journal.remove(mine)
 
 
 def test_the_last_made_goes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
-    monkeypatch.setitem(leftovers._HANDLERS, "netdev", lambda data: order.append(data["name"]))
-    monkeypatch.setitem(leftovers._HANDLERS, "rdma-link", lambda data: order.append(data["name"]))
+    monkeypatch.setitem(reclaim._HANDLERS, "kprobe-group", lambda data: order.append(data["group"]))
+    monkeypatch.setitem(reclaim._HANDLERS, "tracefs-instance", lambda data: order.append(data["name"]))
 
     def body(journal: Journal) -> None:
-        journal.add("netdev", name="regrepro0")
-        journal.add("rdma-link", name="rxe0")
+        journal.add("kprobe-group", group="probes")
+        journal.add("tracefs-instance", name="instance")
 
     die_with(tmp_path, body)
-    reclaim(tmp_path)
-    assert order == ["rxe0", "regrepro0"]
+    reclaim.reclaim(tmp_path)
+    assert order == ["instance", "probes"]
 
 
 def test_what_cannot_be_given_back_stays_for_the_next_start(
@@ -142,21 +123,21 @@ def test_what_cannot_be_given_back_stays_for_the_next_start(
 
     def handler(data: dict[str, object]) -> str:
         if busy[0]:
-            raise leftovers.ReclaimFailed("its pages are in use")
+            raise ReclaimFailed("its pages are in use")
         return "given back"
 
-    monkeypatch.setitem(leftovers._HANDLERS, "memory-block", handler)
+    monkeypatch.setitem(reclaim._HANDLERS, "memory-block", handler)
 
     def body(journal: Journal) -> None:
         journal.add("memory-block", block=3, restore="online_kernel")
-        journal.add("shm", name="regrepro-not-there")
+        journal.add("directory", path="/tmp/regrepro-not-there")
 
     die_with(tmp_path, body)
-    assert "in use" in reclaim(tmp_path)[0]
+    assert "in use" in reclaim.reclaim(tmp_path)[0]
     (path,) = files(tmp_path)
     assert [entry["kind"] for entry in json.loads(path.read_text())["entries"]] == ["memory-block"]
     busy[0] = False
-    assert reclaim(tmp_path) == ["given back"] and files(tmp_path) == []
+    assert reclaim.reclaim(tmp_path) == ["given back"] and files(tmp_path) == []
 
 
 @pytest.mark.parametrize(
@@ -164,9 +145,6 @@ def test_what_cannot_be_given_back_stays_for_the_next_start(
     [
         ("directory", {"path": "/etc"}),
         ("directory", {"path": "relative/regrepro-x"}),
-        ("shm", {"name": "../regrepro"}),
-        ("shm", {"name": "someone-elses"}),
-        ("netdev", {"name": "eth0"}),
         ("cgroup", {"path": "/sys/fs/cgroup/system.slice"}),
         ("cgroup", {"path": "/etc/regrepro-x"}),
         ("tracefs-instance", {"path": "/etc/regrepro"}),
@@ -174,12 +152,8 @@ def test_what_cannot_be_given_back_stays_for_the_next_start(
     ],
 )
 def test_names_that_are_not_ours_are_refused(kind: str, data: dict[str, str]) -> None:
-    with pytest.raises(leftovers.ReclaimFailed):
-        leftovers._HANDLERS[kind](data)
-
-
-def test_an_rdma_link_on_a_real_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert leftovers._HANDLERS["rdma-link"]({"name": "no-such-device"}) is None
+    with pytest.raises((ReclaimFailed, ValueError)):
+        reclaim._HANDLERS[kind](data)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +163,7 @@ def test_files_that_are_not_journals_are_left(tmp_path: Path, text: str) -> None
     path = tmp_path / "1-2.json"
     path.write_text(text)
     path.chmod(0o600)
-    assert len(reclaim(tmp_path)) == 1 and path.exists()
+    assert len(reclaim.reclaim(tmp_path)) == 1 and path.exists()
 
 
 def test_a_file_that_others_may_write_is_left(tmp_path: Path) -> None:
@@ -197,7 +171,7 @@ def test_a_file_that_others_may_write_is_left(tmp_path: Path) -> None:
     (path,) = files(tmp_path)
     path.chmod(0o666)
     (tmp_path / "regrepro-z").mkdir()
-    assert "left alone" in reclaim(tmp_path)[0] and (tmp_path / "regrepro-z").exists()
+    assert "left alone" in reclaim.reclaim(tmp_path)[0] and (tmp_path / "regrepro-z").exists()
 
 
 def test_another_boot_left_only_directories(tmp_path: Path) -> None:
@@ -213,20 +187,20 @@ def test_another_boot_left_only_directories(tmp_path: Path) -> None:
     content = json.loads(path.read_text())
     content["owner"]["boot"] = "another"
     path.write_text(json.dumps(content))
-    assert len(reclaim(tmp_path)) == 1 and not folder.exists() and files(tmp_path) == []
+    assert len(reclaim.reclaim(tmp_path)) == 1 and not folder.exists() and files(tmp_path) == []
 
 
 def test_an_owner_in_another_pid_namespace_is_left(tmp_path: Path) -> None:
-    die_with(tmp_path, lambda journal: journal.add("shm", name="regrepro-x") and None)
+    die_with(tmp_path, lambda journal: journal.add("directory", path="/tmp/regrepro-x") and None)
     (path,) = files(tmp_path)
     content = json.loads(path.read_text())
     content["owner"]["pid_namespace"] = 1
     path.write_text(json.dumps(content))
-    assert reclaim(tmp_path) == [] and path.exists()
+    assert reclaim.reclaim(tmp_path) == [] and path.exists()
 
 
 def _reclaim_into(directory: Path, queue: multiprocessing.Queue[int]) -> None:
-    queue.put(len(reclaim(directory)))
+    queue.put(len(reclaim.reclaim(directory)))
 
 
 def test_two_starts_at_once_give_back_once(tmp_path: Path) -> None:
@@ -246,24 +220,3 @@ def test_two_starts_at_once_give_back_once(tmp_path: Path) -> None:
     for start in starts:
         start.join()
     assert sum(said) == 20 and not list(tmp_path.glob("regrepro-*"))
-
-
-def test_an_unknown_kind_is_a_mistake_of_ours(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="memory-block"):
-        Journal(tmp_path).add("nonsense")
-
-
-def test_no_journal_no_change(tmp_path: Path) -> None:
-    with pytest.raises(EnvironmentProblem):
-        Journal(tmp_path / "missing").add("shm", name="regrepro-x")
-
-
-def test_the_start_time_tells_processes_apart() -> None:
-    assert leftovers.start_time(os.getpid()) == leftovers.start_time(os.getpid())
-    assert leftovers.start_time(2**22 + 1) is None
-    child = os.fork()
-    if child == 0:
-        os._exit(0)
-    time.sleep(0.05)
-    assert leftovers.start_time(child) is None  # a zombie
-    os.waitpid(child, 0)

@@ -1,4 +1,4 @@
-"""The distribution's pyverbs as a second, independent registrar.
+"""The distribution's pyverbs as a second, independent way to register.
 
 An errno that it sees too is not our C core's own doing.
 
@@ -13,6 +13,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from regrepro.core.calls import Closing
 from regrepro.errors import EnvironmentProblem
 
 if TYPE_CHECKING:
@@ -69,11 +70,10 @@ def devices() -> list[str]:
 class PyverbsMemoryRegion:
     """An MR that pyverbs made: `lkey`, `rkey`, `dereg()`."""
 
-    __slots__ = ("_mr", "lkey", "rkey", "verb")
+    __slots__ = ("_mr", "lkey", "rkey")
 
-    def __init__(self, mr: Any, verb: str) -> None:
+    def __init__(self, mr: Any) -> None:
         self._mr = mr
-        self.verb = verb
         self.lkey: int = mr.lkey
         self.rkey: int = mr.rkey
 
@@ -81,11 +81,11 @@ class PyverbsMemoryRegion:
         """Deregister; again does nothing. Raises OSError."""
         if self._mr is None:
             return
-        _call(f"{self.verb}.close", self._mr.close)
+        _call("pyverbs.MR.close", self._mr.close)
         self._mr = None
 
 
-class PyverbsRegistrar:
+class PyverbsDevice(Closing):
     """A device and one PD, both of pyverbs. A context manager.
 
     Raises EnvironmentProblem without pyverbs or without a device of this name, OSError when opening fails.
@@ -107,52 +107,15 @@ class PyverbsRegistrar:
         self._context: Any = _call("Context", pyverbs.device.Context, name=name)
         self._pd: Any = _call("PD", pyverbs.pd.PD, self._context)
 
-    def query(self) -> dict[str, Any]:
-        """Return the device's attributes under the verbs' own names. Raises OSError."""
-        attributes = _call("query_device", self._context.query_device)
-        names = (
-            "vendor_id",
-            "vendor_part_id",
-            "hw_ver",
-            "max_mr",
-            "max_mr_size",
-            "page_size_cap",
-            "device_cap_flags",
-        )
-        answer: dict[str, Any] = {name: getattr(attributes, name) for name in names}
-        version = attributes.fw_version
-        answer["fw_ver"] = (
-            version.decode(errors="replace") if isinstance(version, bytes) else version
-        ).rstrip("\0")
-        return answer
-
     def reg_mr(self, address: int, length: int, access: int) -> PyverbsMemoryRegion:
         """Register by `pyverbs.mr.MR`. Raises OSError with rdma-core's errno."""
         import pyverbs.mr
 
         mr = _call("pyverbs.MR", pyverbs.mr.MR, self._pd, length, access, address=address)
-        return PyverbsMemoryRegion(mr, "pyverbs.MR")
-
-    def reg_dmabuf_mr(self, fd: int, offset: int, length: int, access: int) -> PyverbsMemoryRegion:
-        """Register a dma-buf by `pyverbs.mr.DmaBufMR` (iova = offset).
-
-        Raises OSError with rdma-core's errno.
-        """
-        import pyverbs.mr
-
-        mr = _call(
-            "pyverbs.DmaBufMR", pyverbs.mr.DmaBufMR, self._pd, length, access, dmabuf=fd, offset=offset
-        )
-        return PyverbsMemoryRegion(mr, "pyverbs.DmaBufMR")
+        return PyverbsMemoryRegion(mr)
 
     def close(self) -> None:
         """Close the device with everything on it; again does nothing. Raises OSError."""
         context, self._context = self._context, None
         if context is not None:
             _call("Context.close", context.close)
-
-    def __enter__(self) -> PyverbsRegistrar:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
