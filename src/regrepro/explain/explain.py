@@ -16,6 +16,7 @@ from regrepro.explain import causes, formats, traces
 from regrepro.explain.formats import GPU, Failure, Remark
 from regrepro.explain.scan import Found, Needles, read
 from regrepro.explain.text import Where, decode, errno_of, peel, where
+from regrepro.kernel_functions import Family
 
 _Name = TypeVar("_Name", int, str)
 
@@ -232,7 +233,7 @@ class Explainer:
         self._add(one.failure, one.place, one.number)
 
     def _session(self, session: traces.Session, in_sight: set[str]) -> None:
-        if not any(-4096 < step.value < 0 for step in session.returns) and not session.of(traces.DRIVER_PIN):
+        if not any(-4096 < step.value < 0 for step in session.returns) and not session.of((Family.GPU_PIN,)):
             return
         if len(self._sessions) < MAX_SESSIONS:
             self._sessions.append((self._file, session))  # decided when all that is in sight is known

@@ -14,117 +14,14 @@ from dataclasses import dataclass, field
 
 from regrepro.explain.formats import GPU, HOST, Failure
 from regrepro.explain.text import ERRNO_NUMBERS, signed
-from regrepro.judge import tracefacts as fn
+from regrepro.kernel_functions import DRIVER, FUNCTIONS, REASONS, Family, of_family
 
-GUP_PIN = (*fn.GUP, "internal_get_user_pages_fast", "gup_fast_fallback", "pin_user_pages_remote")
-GUP_LONGTERM = (
-    "__gup_longterm_locked",
-    "migrate_longterm_unpinnable_folios",
-    "migrate_longterm_unpinnable_pages",
-    "check_and_migrate_movable_pages",
-    "check_and_migrate_movable_folios",
-    "check_and_migrate_cma_pages",
-)
-CGROUP = ("__mem_cgroup_charge", "mem_cgroup_charge", "charge_memcg", "try_charge_memcg", "try_charge")
-DRIVER_PIN = (
-    "os_lock_user_pages",
-    "nv_lock_user_pages",
-    "RmCreateOsDescriptor",
-    "osCreateOsDescriptorFromPageArray",
-)
-MLOCK = ("can_do_mlock",)
-FAULT = ("faultin_page", "handle_mm_fault", "check_vma_flags", "writable_file_mapping_allowed")
-TARGET = ("alloc_migration_target",)
-ICM = ("mlx5_satisfy_startup_pages", "give_pages", "mlx5_cmd_exec", "mlx5_cmd_do")
-REGISTRARS = (
-    "ib_uverbs_reg_mr",
-    "ib_uverbs_handler_UVERBS_METHOD_REG_MR",
-    "ib_uverbs_handler_UVERBS_METHOD_REG_DMABUF_MR",
-)
-# What only somebody else's trace holds: no probe of ours is on them.
-SG_TABLE = ("sg_alloc_append_table_from_pages", "__sg_alloc_table_from_pages")
-ACCESS_CHECK = ("ib_check_mr_access",)
-UVERBS = ("ib_uverbs_reg_mr", "ib_uverbs_write", "ib_uverbs_ioctl", "ib_uverbs_cmd_verbs")
-OUTERMOST = (
-    *REGISTRARS,
-    *UVERBS,
-    "__x64_sys_ioctl",
-    "__arm64_sys_ioctl",
-    "do_syscall_64",
-    "invoke_syscall",
-)
-
-KNOWN = frozenset(
-    {
-        *GUP_PIN,
-        *fn.GUP_INNER,
-        *GUP_LONGTERM,
-        *CGROUP,
-        *DRIVER_PIN,
-        *MLOCK,
-        *FAULT,
-        *TARGET,
-        *ICM,
-        *OUTERMOST,
-        *fn.UMEM,
-        *fn.DMABUF,
-        *fn.DMA_MAP,
-        *SG_TABLE,
-        *fn.MKEY,
-        *fn.PEER,
-        *ACCESS_CHECK,
-        "migrate_pages",
-        "migrate_pages_batch",
-        "migrate_pages_sync",
-        "nvidia_p2p_dma_map_pages",
-        "nv_mem_get_pages_nc",
-        "dma_buf_map_attachment",
-        "dma_buf_map_attachment_unlocked",
-        "dma_buf_pin",
-        "dma_buf_attach",
-        "get_user_pages_fast",
-        "get_user_pages",
-        "ib_umem_release",
-    }
-)
+GUP_PIN = (Family.GUP, Family.TAKES_PINS, Family.GUP_PATH)
+GUP_LONGTERM = (Family.LONGTERM, Family.UNPINNABLE)
+OUTERMOST = frozenset(of_family(Family.REQUEST, Family.UVERBS, Family.SYSTEM_CALL))
+KNOWN = frozenset(name for row in FUNCTIONS if row.families for name in row.names)
 NEEDLES: tuple[bytes, ...] = tuple(
-    word.encode()
-    for word in (
-        "pin_user_pages",
-        "get_user_pages",
-        "gup_longterm",
-        "gup_fast",
-        "longterm_unpinnable",
-        "check_and_migrate_",
-        "migrate_pages",
-        "migration_target",
-        "ib_umem_",
-        "_umem_get",
-        "_reg_user_mr",
-        "reg_create",
-        "create_mkey",
-        "mr_cache_alloc",
-        "dma_map_sg",
-        "ib_dma_map",
-        "sg_alloc_",
-        "sg_alloc_table",
-        "dma_buf_",
-        "can_do_mlock",
-        "mem_cgroup",
-        "charge_memcg",
-        "os_lock_user",
-        "p2p_get_pages",
-        "p2p_dma_map",
-        "nv_mem_get",
-        "ib_uverbs_",
-        "faultin_page",
-        "check_vma_flags",
-        "ib_check_mr_access",
-        "TID/PID",
-        "rxe_alloc",
-        "rxe_add_to_pool",
-        "mlx5_cmd_",
-    )
+    word.encode() for word in ("_reg_user_mr", "_reg_mr", "TID/PID", *sorted(KNOWN))
 )
 
 _NUMBER = r"-?(?:0[xX])?[0-9a-fA-F]{1,20}"
@@ -244,7 +141,7 @@ def _base(name: str) -> str:
 
 
 def _matters(name: str) -> bool:
-    return name in KNOWN or fn.DRIVER.match(name) is not None
+    return name in KNOWN or DRIVER.match(name) is not None
 
 
 def _task(text: str) -> str:
@@ -272,19 +169,19 @@ class Session:
     returns: list[Return] = field(default_factory=list)
     text: str = ""
 
-    def of(self, names: Iterable[str]) -> list[int]:
+    def of(self, families: Iterable[Family]) -> list[int]:
         """Return values of these functions, in order."""
-        wanted = frozenset(names)
+        wanted = of_family(*families)
         return [one.value for one in self.returns if one.function in wanted]
 
-    def failed(self, names: Iterable[str]) -> int | None:
+    def failed(self, families: Iterable[Family]) -> int | None:
         """The last of them that is an errno, or None."""
-        values = [value for value in self.of(names) if -4096 < value < 0]
+        values = [value for value in self.of(families) if -4096 < value < 0]
         return values[-1] if values else None
 
     def driver(self) -> list[int]:
         """Return values of the provider's reg_user_mr."""
-        return [one.value for one in self.returns if fn.DRIVER.match(one.function)]
+        return [one.value for one in self.returns if DRIVER.match(one.function)]
 
 
 MAX_RETURNS = 400
@@ -310,7 +207,7 @@ class Sessions:
                 ended = self._open.pop(next(iter(self._open)))
             session = self._open[one.task] = Session(one.task, one.tool, number, text=text)
         session.returns.append(one)
-        is_outer = one.function in OUTERMOST or fn.DRIVER.match(one.function) is not None
+        is_outer = one.function in OUTERMOST or DRIVER.match(one.function) is not None
         if is_outer or len(session.returns) >= MAX_RETURNS:
             del self._open[one.task]
             return session
@@ -356,42 +253,34 @@ def decide(session: Session, in_sight: set[str]) -> Decision:
     `in_sight` are the functions that the whole text shows: one that is never shown anywhere may not be
     traced at all, so its absence proves nothing.
     """
-    failed = session.failed(
-        (
-            *fn.DMABUF,
-            "dma_buf_map_attachment",
-            "dma_buf_map_attachment_unlocked",
-            "dma_buf_pin",
-            "dma_buf_attach",
-        )
-    )
+    failed = session.failed((Family.DMABUF,))
     if failed is not None:
         return Decision("dma-buf", f"the dma-buf could not be had, attached or mapped ({_name(failed)})")
-    failed = session.failed((*fn.PEER, "nv_mem_get_pages_nc", "nvidia_p2p_dma_map_pages"))
+    failed = session.failed((Family.PEER,))
     if failed is not None:
         return Decision("peer-memory", f"the peer-memory driver returned {_name(failed)}")
-    if session.failed(ACCESS_CHECK) is not None:
+    if session.failed((Family.ACCESS_CHECK,)) is not None:
         return Decision("arguments", "ib_check_mr_access refused the access flags")
     pin = session.failed(GUP_PIN)
     if pin is None:
-        pin = session.failed((*GUP_LONGTERM, "__get_user_pages"))
-    locks = session.of(DRIVER_PIN)
+        pin = session.failed(GUP_LONGTERM)
+    locks = session.of((Family.GPU_PIN,))
     if locks and locks[-1] != 0:
         return Decision(
             "cuda-pin", f"os_lock_user_pages returned {locks[-1]:#x}: the driver's own pin failed"
         )
-    if session.failed(CGROUP) is not None and pin is not None:
+    if session.failed((Family.CGROUP,)) is not None and pin is not None:
         return Decision("memory-cgroup", "the page could not be charged to the memory cgroup")
     if pin is not None:
         return _in_pin(session, pin)
     pinned = any(value > 0 for value in session.of(GUP_PIN))
-    umem = session.failed(fn.UMEM)
+    umem = session.failed((Family.UMEM,))
     if umem is not None:
         return _in_umem(session, umem, pinned, in_sight)
-    mkey = session.failed(fn.MKEY)
+    mkey = session.failed((Family.MKEY,))
     if mkey is not None:
         return Decision("mkey", f"the memory was there, and the MKey could not be made ({_name(mkey)})")
-    if session.of(fn.UMEM) and any(-4096 < value < 0 for value in session.driver()):
+    if session.of((Family.UMEM,)) and any(-4096 < value < 0 for value in session.driver()):
         why = "the memory was pinned and mapped; what failed came after"
         gone = dict.fromkeys(
             (
@@ -425,7 +314,7 @@ def _in_pin(session: Session, pin: int) -> Decision:
     points = [
         one
         for one in session.returns
-        if one.function == "mm_migrate_pages" and one.fields.get("reason") in (*fn.REASONS, None)
+        if one.function == "mm_migrate_pages" and one.fields.get("reason") in (*REASONS.values(), None)
     ]
     if pin == -12 and migrations:
         last = migrations[-1].value
@@ -445,7 +334,7 @@ def _in_pin(session: Session, pin: int) -> Decision:
         if last == -12:
             why = "migrate_pages returned -ENOMEM on a huge page: held, or nothing to move to"
             return Decision(None, why, frozenset({"page-migration", "migration-target"}), excluded)
-    if session.failed(TARGET) is not None:
+    if session.failed((Family.TARGET,)) is not None:
         return Decision("migration-target", "no page to move to could be allocated", None, excluded)
     if pin == -12 and any((signed(one.fields.get("nr_failed", "0")) or 0) > 0 for one in points):
         why = (
@@ -458,7 +347,7 @@ def _in_pin(session: Session, pin: int) -> Decision:
             None, why, frozenset({"page-migration", "migration-target", "memory-cgroup"}), excluded
         )
     if pin == -14:
-        flags = session.failed(("check_vma_flags",))
+        flags = session.failed((Family.MAPPING_CHECK,))
         excluded.update(
             dict.fromkeys(
                 ("page-migration", "migration-target", "umem-alloc", "memory-cgroup"),
@@ -504,15 +393,15 @@ def _in_umem(session: Session, umem: int, pinned: bool, in_sight: set[str]) -> D
                 "the trace shows that pinning succeeded",
             )
         )
-        maps = session.of(fn.DMA_MAP)
-        if maps and (maps[-1] < 0 or maps[-1] == 0) and session.failed(fn.DMA_MAP) is not None:
+        maps = session.of((Family.DMA_MAP,))
+        if maps and (maps[-1] < 0 or maps[-1] == 0) and session.failed((Family.DMA_MAP,)) is not None:
             return Decision(
                 "dma-map",
                 f"DMA mapping failed ({_name(maps[-1])}) after the pages were pinned",
                 None,
                 excluded,
             )
-        if session.failed(SG_TABLE) is not None:
+        if session.failed((Family.SG_TABLE,)) is not None:
             return Decision("umem-alloc", "the scatter list could not be allocated", None, excluded)
         return Decision(
             None,
@@ -521,7 +410,7 @@ def _in_umem(session: Session, umem: int, pinned: bool, in_sight: set[str]) -> D
             excluded,
         )
     if umem == -1:
-        can = session.of(MLOCK)
+        can = session.of((Family.MLOCK,))
         if can and can[-1] == 0:
             return Decision(
                 "memlock-accounting",
@@ -532,7 +421,7 @@ def _in_umem(session: Session, umem: int, pinned: bool, in_sight: set[str]) -> D
         return Decision(
             None, "ib_umem_get refused before pinning", frozenset({"memlock-accounting"}), excluded
         )
-    if in_sight & set(GUP_PIN):
+    if in_sight & set(of_family(*GUP_PIN)):
         # The pinning function is traced (it shows elsewhere) and was not called here.
         gone = "pin_user_pages_fast is traced in this text and was not called here"
         excluded.update(
@@ -568,10 +457,12 @@ def _name(value: int) -> str:
 def failure_of(session: Session, in_sight: set[str]) -> Failure | None:
     """Make a failure of a call that failed; None for one that did not, or that is no registration."""
     driver = session.driver()
-    outer = driver[-1] if driver and -4096 < driver[-1] < 0 else session.failed((*REGISTRARS, *UVERBS))
+    outer = (
+        driver[-1] if driver and -4096 < driver[-1] < 0 else session.failed((Family.REQUEST, Family.UVERBS))
+    )
     inner = [
         value
-        for names in (fn.UMEM, GUP_PIN, fn.MKEY, fn.DMABUF, fn.PEER, GUP_LONGTERM)
+        for names in ((Family.UMEM,), GUP_PIN, (Family.MKEY,), (Family.DMABUF,), (Family.PEER,), GUP_LONGTERM)
         if (value := session.failed(names)) is not None
     ]
     if driver and driver[-1] >= 0 and not -4096 < driver[-1] < 0:
@@ -580,10 +471,12 @@ def failure_of(session: Session, in_sight: set[str]) -> Failure | None:
         return None
     if outer is None and not inner:
         return None
-    locks = session.of(DRIVER_PIN)
+    locks = session.of((Family.GPU_PIN,))
     value = outer if outer is not None else inner[0]
     names = [
-        one.function for one in session.returns if fn.DRIVER.match(one.function) or one.function in REGISTRARS
+        one.function
+        for one in session.returns
+        if DRIVER.match(one.function) or one.function in of_family(Family.REQUEST)
     ]
     call = (
         names[-1]
@@ -600,7 +493,7 @@ def failure_of(session: Session, in_sight: set[str]) -> Failure | None:
         and not names
         and decision.layer is None
         and decision.remaining is None
-        and call not in (*fn.UMEM, *GUP_PIN)
+        and call not in of_family(Family.UMEM, *GUP_PIN)
     ):
         return None
     return Failure(

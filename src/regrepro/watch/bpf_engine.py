@@ -21,7 +21,7 @@ from pathlib import Path
 from regrepro.core import bpf
 from regrepro.core.uprobes import REGISTERS, attach_to_code, attach_to_function, registers_in_context
 from regrepro.kernel import kallsyms
-from regrepro.kernel.trace_probes import LAYERS, Layer
+from regrepro.kernel_functions import Family, of_family
 from regrepro.watch import request_programs as programs
 from regrepro.watch.correlate import Correlator
 from regrepro.watch.failed_registration import (
@@ -246,7 +246,7 @@ class BpfEngine:
     def _follow_failures(self, function: Function) -> None:
         number = self._number(partial(self._failed_inside, function.name), 1)
         # EAGAIN: the pages moved, and the pin is tried again.
-        again = LAYERS.get(function.name) is Layer.UNPINNABLE
+        again = function.name in of_family(Family.UNPINNABLE)
 
         def make(context: Context) -> bytes:
             never = errno.EAGAIN if again else 0

@@ -33,7 +33,7 @@ import errno
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from regrepro.kernel.trace_probes import LAYERS, Layer, Returns
+from regrepro.kernel_functions import Family, Returns, of_family
 from regrepro.watch.functions import Function, Functions, access_position
 
 VERBS = {1: "ibv_reg_mr", 2: "ibv_reg_mr_iova2", 3: "ibv_reg_dmabuf_mr"}
@@ -370,7 +370,7 @@ def _pin(make: _Maker, function: Function) -> None:
 def _inner(make: _Maker, function: Function) -> None:
     number = make.number(function.name)
     first, failed, value = "", "(int32)retval < 0", "retval"
-    if function.name in LAYERS and LAYERS[function.name] is Layer.UNPINNABLE:
+    if function.name in of_family(Family.UNPINNABLE):
         failed += f" && (int32)retval != -{errno.EAGAIN}"  # the pages moved, and the pin is tried again
     if function.returns is Returns.POINTER:
         first, failed, value = _pointer(function), _POINTER_FAILED, "$r"

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 from regrepro.core import bpf
 from regrepro.core.bpf_code import CONTEXT, RESULT, STACK_END, Code
-from regrepro.kernel.trace_probes import Returns
+from regrepro.kernel_functions import Returns
 from regrepro.watch.program import (
     REQUESTS,
     STUCK_PAGES,

@@ -19,7 +19,7 @@ from bpf_machine import Machine, Map
 from regrepro.core import bpf
 from regrepro.core.uprobes import REGISTERS, registers_in_context
 from regrepro.kernel import kallsyms
-from regrepro.kernel.trace_probes import Returns
+from regrepro.kernel_functions import Returns
 from regrepro.watch import bpf_engine
 from regrepro.watch import request_programs as programs
 from regrepro.watch.bpf_engine import BpfEngine

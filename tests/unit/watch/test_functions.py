@@ -7,7 +7,7 @@ from pathlib import Path
 from kernel_fakes import BtfWriter
 
 from regrepro.kernel.btf import Signature
-from regrepro.kernel.trace_probes import Returns
+from regrepro.kernel_functions import Returns
 from regrepro.watch.functions import (
     BtfFunctions,
     Function,

@@ -19,7 +19,7 @@ from regrepro.core import bpf
 from regrepro.core.bpf_code import Code
 from regrepro.core.uprobes import REGISTERS, registers_in_context
 from regrepro.kernel.btf import Btf, BtfError
-from regrepro.kernel.trace_probes import Returns
+from regrepro.kernel_functions import Returns
 from regrepro.watch import request_programs as programs
 from regrepro.watch.program import REQUESTS, STUCK_PAGES, Layout, PageOffsets, RequestOffsets, TaskOffsets
 from regrepro.watch.registrations import KEY, NO_SIZE, SIZE_KEY
