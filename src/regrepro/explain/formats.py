@@ -12,6 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from regrepro.explain.text import errno_of
+from regrepro.judge.layer_table import LAYERS, Memory
+from regrepro.judge.layers import Call, Decision, Layer, decide
+from regrepro.judge.tracefacts import Trace
 
 HOST = "host"
 GPU = "gpu"
@@ -25,7 +28,7 @@ REG_CALL = (
 @dataclass
 class Failure:
     """One failure as the text tells it; None is "not told". `layer` only where the text itself names the
-    place.
+    place, `left` the layers that it leaves; `trace`: what the kernel returned, as far as it is there.
     """
 
     tool: str
@@ -39,10 +42,21 @@ class Failure:
     layer: str | None = None
     layer_why: str = ""
     hints: list[str] = field(default_factory=list)
-    remaining: frozenset[str] | None = None
-    excluded: dict[str, str] = field(default_factory=dict)
+    left: tuple[str, ...] = ()
+    trace: Trace = field(default_factory=Trace)
     consequence: bool = False
     """A second line about a failure that another line told already."""
+
+    def decide(self) -> Decision:
+        """Ask the judge which layer it is, or which are left."""
+        if self.layer is not None:
+            return Decision(Layer(self.layer, self.layer_why), (self.layer,), self.layer_why)
+        memory = {HOST: Memory.HOST, GPU: Memory.GPU}.get(self.buffer or "")
+        decision = decide(Call.of_log(self.trace, self.call, self.errno or "", memory))
+        if not self.left:
+            return decision
+        gone = {name: "the text shows another place" for name in LAYERS if name not in self.left}
+        return Decision(None, self.left, excluded={name: gone[name] for name in gone if name != "cuda-pin"})
 
 
 @dataclass(frozen=True)
@@ -119,8 +133,6 @@ def _ucx(match: re.Match[str], line: str) -> Parsed:
             f"fact about the "
             "limit, not a proof of the cause"
         )
-        failure.remaining = None
-        failure.excluded = {}
         failure.hints.append("memlock-finite")
     return failure
 
@@ -260,6 +272,11 @@ def _perftest(match: re.Match[str], line: str) -> Parsed:
 _PERFTEST = re.compile(r"Couldn't allocate MR(?! ?s)\b(?: with error=(?P<number>\d{1,3}))?")
 
 
+def _returned(function: str, number: str) -> Trace:
+    """A trace of the one return that a line of the kernel's own tells of."""
+    return Trace("spoiled", "it is a log's", returns=[(function, -abs(int(number)))])
+
+
 def _peermem(match: re.Match[str], line: str) -> Parsed:
     errno = errno_of(f"errno {match['number']}")
     return Failure(
@@ -268,8 +285,7 @@ def _peermem(match: re.Match[str], line: str) -> Parsed:
         errno,
         line[match.start() :],
         buffer=GPU,
-        layer="peer-memory",
-        layer_why=f"nvidia-peermem says that {match['call']}() returned {match['number']}",
+        trace=_returned(match["call"], match["number"]),
     )
 
 
@@ -333,10 +349,7 @@ def _umem(match: re.Match[str], line: str) -> Parsed:
         errno_of(f"errno {match['number']}"),
         line[match.start() :],
         device=match["device"],
-        excluded={
-            "mkey": "the failure is in ib_umem_get, before any MKey",
-            "device": "the failure is in ib_umem_get",
-        },
+        trace=_returned("ib_umem_get", match["number"]),
     )
 
 
@@ -372,7 +385,7 @@ def _cuda_os(match: re.Match[str], line: str) -> Parsed:
         None,
         line[match.start() :],
         buffer=HOST,
-        remaining=frozenset({"cuda-pin", "unknown"}),
+        left=("cuda-pin", "unknown"),
         hints=[
             "cudaErrorOperatingSystem says that a call of the system failed inside CUDA; which one is "
             "not told"
@@ -491,6 +504,7 @@ NEEDLES: tuple[bytes, ...] = tuple(
         "create_mkey",
         "async reg mr",
         "MANAGE_PAGES",
+        "mlx5_cmd_",
         "umem get failed",
         "nvidia_p2p_",
         "cudaHost",

@@ -5,7 +5,7 @@ It imports nothing but the standard library, `regrepro.errors`, `regrepro.kernel
 """
 
 from regrepro.judge.declared import as_declared
-from regrepro.judge.layers import LAYERS
+from regrepro.judge.layer_table import LAYERS
 from regrepro.judge.questions import QUESTIONS, Answer, Standing, answer, exit_code
 from regrepro.judge.verdict import SCHEMA, judge_record
 

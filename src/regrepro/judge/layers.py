@@ -3,41 +3,25 @@
 Each rule looks at the trace, the page state and what was asked for, never at the errno alone, and names a
 layer only where these leave no other. What they cannot tell apart is `unknown`, with what is missing. Rules
 marked "never exercised" have no planted fault: nothing that runs without the hardware makes the kernel fail
-there.
+there. A pasted log goes through the same rules, as a call of which only the trace is known, or the errno
+alone; where no rule names a layer, judge/narrowing.py says which are left.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from regrepro.judge.facts import Buffer, Facts, Pass, Pin, Registration
+from regrepro.judge.layer_table import Memory
+from regrepro.judge.narrowing import narrow
 from regrepro.judge.pagestate import PageState, cache_references, whole_number
 from regrepro.judge.rules import TRANSIENT
 from regrepro.judge.spans import Spans
 from regrepro.judge.tracefacts import Trace
 from regrepro.kernel_functions import Family
-
-LAYERS = (
-    "memlock-accounting",
-    "page-fault",
-    "longterm-refused",
-    "page-migration",
-    "migration-target",
-    "umem-alloc",
-    "dma-map",
-    "bar-map",
-    "peer-memory",
-    "dma-buf",
-    "cuda-pin",
-    "memory-cgroup",
-    "mkey",
-    "device",
-    "arguments",
-    "unknown",
-)
 
 MOVE_REFUSED = (
     "migrate_pages, mm/migrate.c: a page is isolated for the move, which takes one reference more (1,025 "
@@ -50,6 +34,7 @@ what is observed is the count of pages that `migrate_pages` returns.
 """
 UINT_MAX, SIZE_MAX = 2**32 - 1, 2**64 - 1
 UNLIMITED = 2**64
+DMABUF_VERB = "ibv_reg_dmabuf_mr"
 _NOT_RECORDED = object()
 ENOMEM, EFAULT, EINVAL, EPERM, EOPNOTSUPP = -12, -14, -22, -1, -95
 # Access flags that ib_access_writable (include/rdma/ib_verbs.h) counts.
@@ -84,6 +69,23 @@ class Call:
     run: Pass
     registration: Registration
     buffer: Buffer | None
+    log: bool = False
+    """It stands in somebody's log: what that does not show may have been there."""
+    memory: Memory | None = None
+    """What a log says was registered."""
+
+    @classmethod
+    def of_log(cls, trace: Trace, verb: str, errno: str, memory: Memory | None) -> Call:
+        """Return a call of which a log tells no more than this; `errno` "" where it tells none."""
+        if "dmabuf" in verb or trace.of(Family.DMABUF, Family.DMABUF_REQUEST):
+            verb, memory = DMABUF_VERB, Memory.DMABUF
+        elif trace.of(Family.IO_URING, Family.IO_PIN):
+            verb = "io_uring_register_buffers"
+        facts = Facts({}, [], None, [], None, [], {})
+        asked = Registration(
+            0, 0, 0, verb, None, None, None, None, None, errno, None, None, {}, trace, None, Spans()
+        )
+        return cls(facts, Pass("", "", None), asked, None, log=True, memory=memory)
 
     @property
     def trace(self) -> Trace:
@@ -195,7 +197,7 @@ def arguments(call: Call) -> Layer | None:
     -EOPNOTSUPP.
     """
     reg, trace = call.registration, call.trace
-    if reg.verb == "ibv_reg_dmabuf_mr" or reg.errno not in ("EINVAL", "EOPNOTSUPP", "EOVERFLOW", "ENOTSUP"):
+    if reg.verb == DMABUF_VERB or reg.errno not in ("EINVAL", "EOPNOTSUPP", "EOVERFLOW", "ENOTSUP"):
         return None
     if trace.of(Family.GUP) and not trace.failed(Family.GUP):
         return None
@@ -258,7 +260,7 @@ def memlock_accounting(call: Call) -> Layer | None:
     limit, capable, pages = call.memlock, call.capable, call.pages
     if reg.errno not in ("ENOMEM", "EPERM") or limit is None or capable is not False or pages is None:
         return None
-    if reg.verb == "ibv_reg_dmabuf_mr" or "ON_DEMAND" in (reg.access or ()):
+    if reg.verb == DMABUF_VERB or "ON_DEMAND" in (reg.access or ()):
         return None
     # The RDMA core counts before it pins; io_uring pins first and counts then.
     if trace.of(Family.GUP) and (reg.through_umem or trace.failed(Family.GUP) is not None):
@@ -298,6 +300,8 @@ def device(call: Call) -> Layer | None:
     node's own permissions give -EACCES at open, before there is any registration.
     """
     reg, trace = call.registration, call.trace
+    if call.log:
+        return None
     if reg.errno in ("EIO", "ENODEV", "ENXIO") and not trace.driver() and not trace.of(Family.GUP):
         how = "observed" if trace.absent(Family.GUP) else "inferred"
         source = "ib_uverbs_write and ib_uverbs_ioctl, drivers/infiniband/core"
@@ -319,13 +323,15 @@ def dma_buf(call: Call) -> Layer | None:
     kind; a range outside → -EINVAL; attach and map pass on the exporter's errno.
     """
     reg, trace = call.registration, call.trace
-    if reg.verb != "ibv_reg_dmabuf_mr":
+    if reg.verb != DMABUF_VERB:
         return None
     source = "UVERBS_METHOD_REG_DMABUF_MR, drivers/infiniband/core/uverbs_std_types_mr.c"
     failed = trace.failed(Family.DMABUF)
     if failed is not None:
         source = "ib_umem_dmabuf_get_with_dma_device, drivers/infiniband/core/umem_dmabuf.c"
         return Layer("dma-buf", f"the dma-buf could not be attached or mapped ({failed})", "observed", source)
+    if call.log:
+        return None
     if reg.errno == "EOPNOTSUPP" and not trace.driver():
         seen = trace.failed(Family.DMABUF_REQUEST) == EOPNOTSUPP or trace.absent(Family.DMABUF)
         how = "observed" if trace.complete and seen else "inferred"
@@ -345,10 +351,12 @@ def migration_target(call: Call) -> Layer | None:
     decide.
     """
     last = _last_migration(call.trace)
-    if not call.trace.complete or last != ENOMEM:
+    if not (call.trace.complete or call.log) or last != ENOMEM:
         return None
     large = call.buffer is not None and call.buffer.backing == "thp"
     if large and _held_beyond_baseline(call):
+        return None
+    if call.log and (call.trace.migrations[-1].large or call.trace.failed(Family.GUP) != ENOMEM):
         return None
     source = "migrate_pages and alloc_migration_target, mm/migrate.c"
     return Layer("migration-target", "migrate_pages returned -ENOMEM: no page to move to", "observed", source)
@@ -408,7 +416,7 @@ def peer_memory(call: Call) -> Layer | None:
     """A GPU address without, or refused by, the peer-memory driver (nvidia-peermem's get_pages; without it
     the address falls to `pin_user_pages_fast`, which knows no such page → -EFAULT). Never exercised.
     """
-    if call.registration.verb == "ibv_reg_dmabuf_mr":
+    if call.registration.verb == DMABUF_VERB:
         return None
     failed = call.trace.failed(Family.PEER)
     if failed is not None:
@@ -505,7 +513,7 @@ def page_fault(call: Call) -> Layer | None:
     """
     reg = call.registration
     seen = call.trace.failed(Family.LONGTERM, Family.GUP_PATH, Family.GUP)
-    if reg.errno != "EFAULT" or (call.trace.complete and seen not in (EFAULT, None)):
+    if call.log or reg.errno != "EFAULT" or (call.trace.complete and seen not in (EFAULT, None)):
         return None
     if _refuses_file(call) is None:
         return None
@@ -625,16 +633,41 @@ RULES: tuple[Callable[[Call], Layer | None], ...] = (
 order only settles who says it."""
 
 
+@dataclass(frozen=True)
+class Decision:
+    """What failed. `layer`: the one that is named, or None; then `candidates` are left, `why` says why no
+    fewer, and `excluded` why it is none of the others.
+    """
+
+    layer: Layer | None
+    candidates: tuple[str, ...]
+    why: str = ""
+    excluded: Mapping[str, str] = field(default_factory=dict)
+
+
+def decide(call: Call) -> Decision:
+    """Name the deepest failing layer of a call, or say which are left and what excludes the others."""
+    for rule in RULES:
+        layer = rule(call)
+        if layer is not None:
+            return Decision(layer, (layer.name,), layer.why)
+    reg, memory = call.registration, call.memory
+    if reg.verb == DMABUF_VERB:
+        memory = Memory.DMABUF
+    elif call.buffer is not None:
+        memory = Memory.GPU if call.buffer.on_gpu else Memory.HOST
+    left = narrow(call.trace, reg.errno or "", memory, io_uring=not reg.through_umem)
+    if call.log and left.shown:
+        return Decision(Layer(left.candidates[0], left.why), left.candidates, left.why)
+    return Decision(None, left.candidates, left.why, left.excluded)
+
+
 def classify(facts: Facts, run: Pass, registration: Registration) -> Layer:
     """Name the deepest failing layer of a registration that failed."""
     call = Call(facts, run, registration, run.buffers.get(registration.buffer))
     if call.page == 1:
         return Layer("unknown", "the record does not say the page size", "missing")
-    for rule in RULES:
-        layer = rule(call)
-        if layer is not None:
-            return layer
-    return Layer("unknown", _what_is_missing(call), "missing")
+    return decide(call).layer or Layer("unknown", _what_is_missing(call), "missing")
 
 
 def classify_pin(facts: Facts, run: Pass, pin: Pin) -> Layer:

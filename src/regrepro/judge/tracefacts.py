@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from regrepro.judge.pagestate import whole_number
@@ -17,13 +17,14 @@ class Migration:
 
     `returned` is its return value: how many pages (folios) would not move, or a negative errno; None where
     only the tracepoint was seen (a tracer may record failures alone). `reason`, `succeeded`, `failed` come
-    from the tracepoint, or are None.
+    from the tracepoint, or are None; `large`: a huge page or large folio was among those that failed.
     """
 
     returned: int | None
     reason: str | None = None
     succeeded: int | None = None
     failed: int | None = None
+    large: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,12 @@ class Trace:
         """Return values of the functions of these families, in time order."""
         wanted = of_family(*families)
         return [value for name, value in self.returns if name in wanted]
+
+    @property
+    def left_behind(self) -> int:
+        """How many pages the last migration says that it left behind; 0 where it does not say."""
+        told = [step.returned for step in self.migrations if step.returned is not None]
+        return max(told[-1], 0) if told else 0
 
     def driver(self) -> list[int]:
         """Return values of the provider's `reg_user_mr` (`rxe_reg_user_mr`, `mlx5_ib_reg_user_mr`, …)."""
@@ -152,7 +159,7 @@ def _fill(trace: Trace, value: Mapping[str, Any]) -> str:
                 # The tracepoint lies within the function, so it comes right before the return.
                 within = seen[-1] if seen and seen[-1].returned is None else None
                 if within is not None:
-                    seen[-1] = Migration(ret, within.reason, within.succeeded, within.failed)
+                    seen[-1] = replace(within, returned=ret)
                     ours[-1] = _for_a_pin(within, event.get("caller"))
                 else:
                     seen.append(Migration(ret))
@@ -166,6 +173,9 @@ def _fill(trace: Trace, value: Mapping[str, Any]) -> str:
                     reason if isinstance(reason, str) else None,
                     whole_number(fields.get("nr_succeeded")),
                     whole_number(fields.get("nr_failed")),
+                    any(
+                        whole_number(fields.get(name)) for name in ("nr_thp_failed", "nr_large_folio_failed")
+                    ),
                 )
             )
             ours.append(reason in REASONS.values())

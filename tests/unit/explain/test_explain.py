@@ -19,12 +19,11 @@ from click.testing import CliRunner
 
 from regrepro.audit.audit import audit
 from regrepro.audit.places import open_place
-from regrepro.explain import causes, formats, text, traces
+from regrepro.explain import formats, text, traces
 from regrepro.explain.commands import explain as command
 from regrepro.explain.explain import Explainer, explain
 from regrepro.explain.report import plain, ranges
 from regrepro.explain.scan import Needles, read
-from regrepro.judge import LAYERS
 
 CORPUS = Path(__file__).parent / "corpus"
 WARN = (
@@ -40,12 +39,6 @@ def run(log: str | bytes, **options: Any) -> dict[str, Any]:
 
 def status(result: dict[str, Any], cause: str, group: int = 0) -> str:
     return next(one["status"] for one in result["groups"][group]["causes"] if one["cause"] == cause)
-
-
-def test_causes_are_the_judges_layers() -> None:
-    assert set(causes.CAUSES) == set(LAYERS)
-    for names in (*causes.BY_ERRNO.values(), *causes.BY_ERRNO_DMABUF.values()):
-        assert set(names) <= set(LAYERS)
 
 
 def test_every_result_holds_to_its_schema() -> None:

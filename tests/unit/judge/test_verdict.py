@@ -179,6 +179,7 @@ def test_the_judge_imports_nothing_but_the_standard_library() -> None:
         "bisect",
         "collections",
         "dataclasses",
+        "enum",
         "functools",
         "itertools",
         "re",
