@@ -163,58 +163,73 @@ class KernelFunction:
 
 
 _IB = "drivers/infiniband"
-_UVERBS, _GUP, _MIGRATE = "ib_uverbs", "mm/gup.c", "mm/migrate.c"
-_START_NR_FLAGS = (("start", 1, "x64"), ("nr_pages", 2, "s64"), ("gup_flags", 3, "x32"))
-_START_INT_FLAGS = (("start", 1, "x64"), ("nr_pages", 2, "s32"), ("gup_flags", 3, "x32"))
-# (mm, start, nr_pages, gup_flags, …) since 5.9; before, a task_struct came first.
-_REMOTE = (("start", 2, "x64"), ("nr_pages", 3, "s64"), ("gup_flags", 4, "x32"))
-_UNLOCKED = (("start", 1, "x64"), ("nr_pages", 2, "s64"), ("gup_flags", 4, "x32"))
+_GUP, _MIGRATE, _DMA, _DMA_BUF = (
+    "mm/gup.c",
+    "mm/migrate.c",
+    "kernel/dma/mapping.c",
+    "drivers/dma-buf/dma-buf.c",
+)
+_P2P, _MLX5 = "nvidia/nv-p2p.c", "drivers/net/ethernet/mellanox/mlx5/core"
+_GUP_ARGUMENTS = {
+    "": (("start", 1, "x64"), ("nr_pages", 2, "s64"), ("gup_flags", 3, "x32")),
+    "fast": (("start", 1, "x64"), ("nr_pages", 2, "s32"), ("gup_flags", 3, "x32")),
+    # (mm, start, nr_pages, gup_flags, …) since 5.9; before, a task_struct came first.
+    "remote": (("start", 2, "x64"), ("nr_pages", 3, "s64"), ("gup_flags", 4, "x32")),
+    "unlocked": (("start", 1, "x64"), ("nr_pages", 2, "s64"), ("gup_flags", 4, "x32")),
+}
 PINS_IN_PLACE = "check_and_migrate_cma_pages"
 """The one of the unpinnable family that pins in place where a page cannot move."""
-_SINCE_PINS = "5.6 eddb1c228f79"
+
+
+def _names(*names: Name | str) -> tuple[Name, ...]:
+    return tuple(Name(item) if isinstance(item, str) else item for item in names)
 
 
 def _driver(name: str, module: str, source: str) -> KernelFunction:
-    return KernelFunction(
-        f"registration by {module}",
-        (Name(name),),
-        f"{_IB}/{source}",
-        (Family.DRIVER,),
-        module,
-        Returns.POINTER,
-        CallDepth.DRIVER,
-        run=Run.ALL,
-        watch=(Watch.DRIVER,),
-    )
+    what, depth = f"registration by {module}", CallDepth.DRIVER
+    told = (f"{_IB}/{source}", (Family.DRIVER,), module, Returns.POINTER, depth, (), Run.ALL, (Watch.DRIVER,))
+    return KernelFunction(what, _names(name), *told)
 
 
-def _gup(
-    name: str,
-    returns: Returns,
-    arguments: tuple[tuple[str, int, str], ...],
-    *families: Family,
-    watch: tuple[Watch, ...] = (),
+def _request(what: str, name: Name, source: str, *families: Family, run: Run = Run.NOTHING) -> KernelFunction:
+    depth = CallDepth.DRIVER if run is Run.ALL else None  # above a driver's, where only `watch` looks
+    told = (f"{_IB}/core/{source}", (Family.REQUEST, *families), "ib_uverbs", Returns.INT, depth)
+    return KernelFunction(what, (name,), *told, run=run, watch=(Watch.REQUEST,))
+
+
+def _gup(name: str, how: str, family: Family, *watch: Watch, read: tuple[Family, ...] = ()) -> KernelFunction:
+    """GUP itself, which returns how many pages it took. `how` it takes its arguments."""
+    pins = family is Family.TAKES_PINS
+    names, returns = _names(Name(name, "5.6 eddb1c228f79") if pins else name), Returns.LONG
+    if how == "fast":
+        returns = Returns.INT
+    told = (_GUP, (family, *read), "", returns, CallDepth.GUP, _GUP_ARGUMENTS[how], Run.ALL, watch)
+    return KernelFunction("pins" if pins else "references", names, *told)
+
+
+def _inner(
+    what: str,
+    source: str,
+    family: Family,
+    depth: CallDepth,
+    *names: Name | str,
+    module: str = "",
+    returns: Returns = Returns.INT,
+    run: Run = Run.FAILURES,
+    watch: bool = True,
 ) -> KernelFunction:
-    return KernelFunction(
-        "pins" if Family.TAKES_PINS in families else "references",
-        (Name(name, _SINCE_PINS if Family.TAKES_PINS in families else ""),),
-        _GUP,
-        families,
-        returns=returns,
-        depth=CallDepth.GUP,
-        arguments=arguments,
-        run=Run.ALL,
-        watch=watch,
-    )
-
-
-def _foreign(what: str, names: str, source: str, family: Family, module: str = "") -> KernelFunction:
-    """A function that only the logs of other tracers show; `names` that are no renaming, but one job."""
-    return KernelFunction(what, tuple(map(Name, names.split())), source, (family,), module)
+    """What a registration calls: `watch` follows its failures alone."""
+    followed = (Watch.FAILURE,) if watch else ()
+    return KernelFunction(what, _names(*names), source, (family,), module, returns, depth, (), run, followed)
 
 
 def _unpin(name: str) -> KernelFunction:
-    return KernelFunction("pins let go", (Name(name),), _GUP, (), watch=(Watch.UNPIN,))
+    return KernelFunction("pins let go", _names(name), _GUP, (), watch=(Watch.UNPIN,))
+
+
+def _foreign(what: str, names: str, source: str, family: Family, module: str = "") -> KernelFunction:
+    """What the logs of other tracers alone show; `names` are no renaming, but do one job."""
+    return KernelFunction(what, _names(*names.split()), source, (family,), module)
 
 
 FUNCTIONS: tuple[KernelFunction, ...] = (
@@ -240,201 +255,101 @@ FUNCTIONS: tuple[KernelFunction, ...] = (
     _driver("ionic_reg_user_mr", "ionic_rdma", "hw/ionic/ionic_controlpath.c"),
     _driver("ionic_reg_user_mr_dmabuf", "ionic_rdma", "hw/ionic/ionic_controlpath.c"),
     _driver("mthca_reg_user_mr", "ib_mthca", "hw/mthca/mthca_provider.c"),
-    KernelFunction(
-        "NVIDIA's pin, behind cudaHostAlloc",
-        (Name("os_lock_user_pages"),),
-        "nvidia/os-mlock.c",
-        (Family.GPU_PIN,),
-        "nvidia",
-        Returns.NV_STATUS,
-        CallDepth.UMEM,
-        run=Run.FAILURES,
+    _inner(
+        *("NVIDIA's pin, behind cudaHostAlloc", "nvidia/os-mlock.c", Family.GPU_PIN, CallDepth.UMEM),
+        "os_lock_user_pages",
+        module="nvidia",
+        returns=Returns.NV_STATUS,
+        watch=False,
     ),
-    *(
-        KernelFunction(
-            "GPU pages for peers",
-            (Name(name),),
-            "nvidia/nv-p2p.c",
-            (Family.PEER,),
-            "nvidia",
-            depth=CallDepth.UMEM,
-            run=Run.FAILURES,
-            watch=(Watch.FAILURE,),
-        )
-        for name in ("nvidia_p2p_get_pages", "nvidia_p2p_get_pages_persistent")
+    _inner("GPU pages for peers", _P2P, Family.PEER, CallDepth.UMEM, "nvidia_p2p_get_pages", module="nvidia"),
+    _inner(
+        *("GPU pages for peers, for good", _P2P, Family.PEER, CallDepth.UMEM),
+        "nvidia_p2p_get_pages_persistent",
+        module="nvidia",
     ),
-    KernelFunction(
+    _request(
         "dma-buf registration in uverbs",
-        (Name("ib_uverbs_handler_UVERBS_METHOD_REG_DMABUF_MR", "5.12"),),
-        f"{_IB}/core/uverbs_std_types_mr.c",
-        (Family.REQUEST, Family.DMABUF_REQUEST),
-        _UVERBS,
-        depth=CallDepth.DRIVER,
+        Name("ib_uverbs_handler_UVERBS_METHOD_REG_DMABUF_MR", "5.12"),
+        "uverbs_std_types_mr.c",
+        Family.DMABUF_REQUEST,
         run=Run.ALL,
-        watch=(Watch.REQUEST,),
     ),
-    KernelFunction(
-        "registration in uverbs, by command",
-        (Name("ib_uverbs_reg_mr"),),
-        f"{_IB}/core/uverbs_cmd.c",
-        (Family.REQUEST,),
-        _UVERBS,
-        watch=(Watch.REQUEST,),
-    ),
-    KernelFunction(
+    _request("registration in uverbs, by command", Name("ib_uverbs_reg_mr"), "uverbs_cmd.c"),
+    _request(
         "registration in uverbs, by attributes",
-        (Name("ib_uverbs_handler_UVERBS_METHOD_REG_MR"),),
-        f"{_IB}/core/uverbs_std_types_mr.c",
-        (Family.REQUEST,),
-        _UVERBS,
-        watch=(Watch.REQUEST,),
+        Name("ib_uverbs_handler_UVERBS_METHOD_REG_MR"),
+        "uverbs_std_types_mr.c",
     ),
     KernelFunction(
-        "an RDMA device opened",
-        (Name("ib_uverbs_open"),),
-        f"{_IB}/core/uverbs_main.c",
-        (),
-        _UVERBS,
+        *("an RDMA device opened", _names("ib_uverbs_open"), f"{_IB}/core/uverbs_main.c", (), "ib_uverbs"),
         watch=(Watch.OPEN,),
     ),
-    KernelFunction(
-        "the MKey's creation",
-        (Name("mlx5_core_create_mkey"),),
-        "drivers/net/ethernet/mellanox/mlx5/core/mr.c",
-        (Family.MKEY,),
-        "mlx5_core",
-        depth=CallDepth.UMEM,
-        run=Run.FAILURES,
-        watch=(Watch.FAILURE,),
+    _inner(
+        *("the MKey's creation", f"{_MLX5}/mr.c", Family.MKEY, CallDepth.UMEM, "mlx5_core_create_mkey"),
+        module="mlx5_core",
     ),
-    KernelFunction(
-        "io_uring's fixed buffers",
-        (Name("io_sqe_buffers_register"),),
-        "io_uring/rsrc.c",
-        (Family.IO_URING,),
-        depth=CallDepth.DRIVER,
+    _inner(
+        *("io_uring's fixed buffers", "io_uring/rsrc.c", Family.IO_URING, CallDepth.DRIVER),
+        "io_sqe_buffers_register",
         run=Run.ALL,
+        watch=False,
     ),
-    KernelFunction(
-        "io_uring's pin",
-        (Name("io_pin_pages"),),
-        "io_uring/memmap.c; io_uring/rsrc.c before 6.10",
-        (Family.IO_PIN,),
+    _inner(
+        *("io_uring's pin", "io_uring/memmap.c, rsrc.c", Family.IO_PIN, CallDepth.UMEM, "io_pin_pages"),
         returns=Returns.POINTER,
-        depth=CallDepth.UMEM,
         run=Run.ALL,
+        watch=False,
     ),
-    KernelFunction(
-        "the umem",
-        (Name("__ib_umem_get_va", "by 7.3"), Name("ib_umem_get", "", "by 7.3")),
-        f"{_IB}/core/umem.c",
-        (Family.UMEM,),
-        "ib_core",
-        Returns.POINTER,
-        CallDepth.UMEM,
-        run=Run.ALL,
-        watch=(Watch.FAILURE,),
-    ),
-    KernelFunction(
-        "the dma-buf umem",
-        (Name("ib_umem_dmabuf_get_with_dma_device", "by 6.12"), Name("ib_umem_dmabuf_get", "5.12")),
-        f"{_IB}/core/umem_dmabuf.c",
-        (Family.DMABUF,),
-        _UVERBS,
-        Returns.POINTER,
-        CallDepth.UMEM,
-        run=Run.ALL,
-        watch=(Watch.FAILURE,),
-    ),
-    KernelFunction(
-        "the dma-buf",
-        (Name("dma_buf_get"),),
-        "drivers/dma-buf/dma-buf.c",
-        (Family.DMABUF,),
+    _inner(
+        *("the umem", f"{_IB}/core/umem.c", Family.UMEM, CallDepth.UMEM),
+        Name("__ib_umem_get_va", "by 7.3"),
+        Name("ib_umem_get", "", "by 7.3"),
+        module="ib_core",
         returns=Returns.POINTER,
-        depth=CallDepth.GUP,
-        run=Run.FAILURES,
-        watch=(Watch.FAILURE,),
+        run=Run.ALL,
     ),
-    KernelFunction(
-        "mapping for the device",
-        (Name("dma_map_sgtable", "5.15"),),  # inline before
-        "kernel/dma/mapping.c",
-        (Family.DMA_MAP,),
-        depth=CallDepth.GUP,
-        run=Run.FAILURES,
-        watch=(Watch.FAILURE,),
+    _inner(
+        *("the dma-buf umem", f"{_IB}/core/umem_dmabuf.c", Family.DMABUF, CallDepth.UMEM),
+        Name("ib_umem_dmabuf_get_with_dma_device", "by 6.12"),
+        Name("ib_umem_dmabuf_get", "5.12"),
+        module="ib_uverbs",
+        returns=Returns.POINTER,
+        run=Run.ALL,
     ),
-    _gup(
-        "pin_user_pages_fast",
-        Returns.INT,
-        _START_INT_FLAGS,
-        Family.GUP,
-        Family.TAKES_PINS,
-        watch=(Watch.PIN,),
-    ),
-    _gup(
-        "pin_user_pages",
-        Returns.LONG,
-        _START_NR_FLAGS,
-        Family.GUP,
-        Family.TAKES_PINS,
-        watch=(Watch.PIN, Watch.SHORT_TERM_PIN),
-    ),
-    _gup(
-        "pin_user_pages_remote",
-        Returns.LONG,
-        _REMOTE,
-        Family.TAKES_PINS,
-        watch=(Watch.SHORT_TERM_PIN,),
-    ),
-    _gup("pin_user_pages_unlocked", Returns.LONG, _UNLOCKED, Family.TAKES_PINS),
-    _gup("get_user_pages_fast", Returns.INT, _START_INT_FLAGS, Family.TAKES_REFERENCES),
-    _gup("get_user_pages", Returns.LONG, _START_NR_FLAGS, Family.TAKES_REFERENCES),
-    _gup("get_user_pages_remote", Returns.LONG, _REMOTE, Family.TAKES_REFERENCES),
-    _gup("get_user_pages_unlocked", Returns.LONG, _UNLOCKED, Family.TAKES_REFERENCES),
-    KernelFunction(
-        "long-term pinning",
-        (Name("__gup_longterm_locked"),),
-        _GUP,
-        (Family.LONGTERM,),
+    _inner("the dma-buf", _DMA_BUF, Family.DMABUF, CallDepth.GUP, "dma_buf_get", returns=Returns.POINTER),
+    # Inline before 5.15.
+    _inner("mapping for the device", _DMA, Family.DMA_MAP, CallDepth.GUP, Name("dma_map_sgtable", "5.15")),
+    _gup("pin_user_pages_fast", "fast", Family.TAKES_PINS, Watch.PIN, read=(Family.GUP,)),
+    _gup("pin_user_pages", "", Family.TAKES_PINS, Watch.PIN, Watch.SHORT_TERM_PIN, read=(Family.GUP,)),
+    _gup("pin_user_pages_remote", "remote", Family.TAKES_PINS, Watch.SHORT_TERM_PIN),
+    _gup("pin_user_pages_unlocked", "unlocked", Family.TAKES_PINS),
+    _gup("get_user_pages_fast", "fast", Family.TAKES_REFERENCES),
+    _gup("get_user_pages", "", Family.TAKES_REFERENCES),
+    _gup("get_user_pages_remote", "remote", Family.TAKES_REFERENCES),
+    _gup("get_user_pages_unlocked", "unlocked", Family.TAKES_REFERENCES),
+    _inner(
+        *("long-term pinning", _GUP, Family.LONGTERM, CallDepth.LONGTERM, "__gup_longterm_locked"),
         returns=Returns.LONG,
-        depth=CallDepth.LONGTERM,
-        run=Run.FAILURES,
-        watch=(Watch.FAILURE,),
+    ),
+    _inner(
+        *("moving pages out of unpinnable memory", _GUP, Family.UNPINNABLE, CallDepth.UNPINNABLE),
+        Name("migrate_longterm_unpinnable_folios", "by 6.12"),
+        Name("migrate_longterm_unpinnable_pages", "6.1 67e139b02d99", "by 6.12"),
+        # These two return a long; what they return reads the same as an int.
+        Name("check_and_migrate_movable_pages", "5.13 d1e153fea2a8"),
+        Name(PINS_IN_PLACE, "", "5.13 d1e153fea2a8"),
     ),
     KernelFunction(
-        "moving pages out of unpinnable memory",
-        # All int but check_and_migrate_*, which are long: what they return reads the same as an int.
-        (
-            Name("migrate_longterm_unpinnable_folios", "by 6.12"),
-            Name("migrate_longterm_unpinnable_pages", "6.1 67e139b02d99", "by 6.12"),
-            Name("check_and_migrate_movable_pages", "5.13 d1e153fea2a8"),
-            Name(PINS_IN_PLACE, "", "5.13 d1e153fea2a8"),
-        ),
-        _GUP,
-        (Family.UNPINNABLE,),
-        depth=CallDepth.UNPINNABLE,
-        run=Run.FAILURES,
-        watch=(Watch.FAILURE,),
-    ),
-    KernelFunction(
-        "migration",
-        (Name("migrate_pages"),),
-        _MIGRATE,
-        (Family.MIGRATE,),
-        depth=CallDepth.MIGRATE,
+        *("migration", _names("migrate_pages"), _MIGRATE, (Family.MIGRATE,), "", Returns.INT),
+        CallDepth.MIGRATE,
         run=Run.ALL,
         watch=(Watch.MIGRATION,),
     ),
-    KernelFunction(
-        "a page to move to",
-        (Name("alloc_migration_target"),),
-        _MIGRATE,
-        (Family.TARGET,),
+    _inner(
+        *("a page to move to", _MIGRATE, Family.TARGET, CallDepth.TARGET, "alloc_migration_target"),
         returns=Returns.POINTER_OR_NULL,
-        depth=CallDepth.TARGET,
-        run=Run.FAILURES,
+        watch=False,
     ),
     *map(_unpin, ("unpin_user_page", "unpin_user_pages", "unpin_user_pages_dirty_lock")),
     _unpin("unpin_user_page_range_dirty_lock"),
@@ -463,14 +378,14 @@ FUNCTIONS: tuple[KernelFunction, ...] = (
     _foreign(
         "mapping for the device, by parts",
         "ib_dma_map_sgtable_attrs dma_map_sg_attrs __dma_map_sg_attrs",
-        "kernel/dma/mapping.c",
+        _DMA,
         Family.DMA_MAP,
     ),
     _foreign(
         "the dma-buf's steps",
         "ib_umem_dmabuf_map_pages dma_buf_dynamic_attach dma_buf_attach dma_buf_pin dma_buf_map_attachment"
         " dma_buf_map_attachment_unlocked",
-        "drivers/dma-buf/dma-buf.c",
+        _DMA_BUF,
         Family.DMABUF,
     ),
     _foreign(
@@ -496,7 +411,7 @@ FUNCTIONS: tuple[KernelFunction, ...] = (
     _foreign(
         "the device's firmware",
         "mlx5_satisfy_startup_pages give_pages mlx5_cmd_exec mlx5_cmd_do",
-        "drivers/net/ethernet/mellanox/mlx5/core",
+        _MLX5,
         Family.STEP,
         "mlx5_core",
     ),
@@ -507,7 +422,7 @@ FUNCTIONS: tuple[KernelFunction, ...] = (
         "ib_uverbs_write ib_uverbs_ioctl ib_uverbs_cmd_verbs",
         f"{_IB}/core",
         Family.UVERBS,
-        _UVERBS,
+        "ib_uverbs",
     ),
     _foreign(
         "system calls",

@@ -260,12 +260,7 @@ class Explainer:
             if len(self._groups) >= MAX_GROUPS:
                 self._more += 1
                 return
-            group = self._groups[key] = Group(
-                failure.call,
-                failure.errno,
-                failure.buffer,
-                decision,
-            )
+            group = self._groups[key] = Group(failure.call, failure.errno, failure.buffer, decision)
             if "memlock-finite" in failure.hints:
                 group.hints["memlock-finite"] = None
         group.count += 1
@@ -333,11 +328,7 @@ class Explainer:
 
     def _group(self, group: Group) -> dict[str, Any]:
         weighed = causes.weigh(
-            group.decision,
-            group.errno,
-            group.buffer,
-            supports=self._supports(group),
-            audit=self.audit,
+            group.decision, group.errno, group.buffer, supports=self._supports(group), audit=self.audit
         )
         return {
             "call": group.call,

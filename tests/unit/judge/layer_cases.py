@@ -11,7 +11,13 @@ import record_builder as build
 from record_builder import ADDRESS, CMA, OUT, PAGE, Builder, Record, returns, state, trace
 
 UNCAPABLE = {"capabilities": ["CAP_SYS_ADMIN"]}
+OFF = {"status": "off", "why": "--trace off"}
 PIN_FAILED = returns(("pin_user_pages_fast", -14), ("__ib_umem_get_va", -14), ("rxe_reg_user_mr", -14))
+
+
+def limited(soft: int | None) -> dict[str, Any]:
+    """A node with a locked-memory limit, and without CAP_IPC_LOCK."""
+    return UNCAPABLE | {"limits": {"memlock_soft": soft, "memlock_hard": soft}}
 
 
 def failed(
@@ -105,7 +111,7 @@ FILES: dict[str, tuple[Record, tuple[str, str]]] = {
         UNDECIDED,
     ),
     "a vendor's kernel without a trace, a page lacks": (
-        failed("EFAULT", {"status": "off", "why": "off"}, buffer=FILE, node=VENDOR, before=HALF),
+        failed("EFAULT", OFF, buffer=FILE, node=VENDOR, before=HALF),
         UNDECIDED,
     ),
     "nobody knows whether it was to be written": (
@@ -142,17 +148,10 @@ FILES: dict[str, tuple[Record, tuple[str, str]]] = {
         failed("EOPNOTSUPP", stopped_at(0, READ, -95), buffer=vma("r--s", "/pmem/f"), access=["REMOTE_READ"]),
         REFUSED,
     ),
-    "EOPNOTSUPP on a file without a trace": (
-        failed("EOPNOTSUPP", {"status": "off", "why": "off"}, buffer=FILE),
-        UNDECIDED,
-    ),
+    "EOPNOTSUPP on a file without a trace": (failed("EOPNOTSUPP", OFF, buffer=FILE), UNDECIDED),
     "io_uring pins for writing": (
         failed(
-            "EFAULT",
-            stopped_at(0, path=IO_URING),
-            buffer=FILE,
-            access=[],
-            verb="io_uring_register_buffers",
+            "EFAULT", stopped_at(0, path=IO_URING), buffer=FILE, access=[], verb="io_uring_register_buffers"
         ),
         REFUSED,
     ),
@@ -205,7 +204,7 @@ FILES: dict[str, tuple[Record, tuple[str, str]]] = {
 }
 
 
-LIMITED = UNCAPABLE | {"limits": {"memlock_soft": 64 * PAGE, "memlock_hard": None}}
+LIMITED = limited(64 * PAGE)
 PINNED = {"limits": {"vmpin": 60 * PAGE, "vmpin_after": 60 * PAGE, "vmlck": 0}}
 MEMLOCK, ROOM = (
     ("memlock-accounting", "observed"),
@@ -218,15 +217,12 @@ COUNTED: dict[str, tuple[Record, tuple[str, str]]] = {
         failed("ENOMEM", UMEM_EARLY, node={"limits": LIMITED["limits"]}, **PINNED),
         UNDECIDED,
     ),
-    "no limit": (
-        failed("ENOMEM", UMEM_EARLY, node=UNCAPABLE | {"limits": {"memlock_soft": None}}, **PINNED),
-        UNDECIDED,
-    ),
+    "no limit": (failed("ENOMEM", UMEM_EARLY, node=limited(None), **PINNED), UNDECIDED),
     "the count changed meanwhile": (
         failed("ENOMEM", UMEM_EARLY, node=LIMITED, limits={"vmpin": 0, "vmpin_after": PAGE}),
         ("memlock-accounting", "inferred"),
     ),
-    "not counted, no trace": (failed("ENOMEM", {"status": "off", "why": "off"}, node=LIMITED), UNDECIDED),
+    "not counted, no trace": (failed("ENOMEM", OFF, node=LIMITED), UNDECIDED),
     "not counted, a page was pinned": (
         failed("ENOMEM", returns(("pin_user_pages_fast", 4), ("__ib_umem_get_va", -12)), node=LIMITED),
         ("umem-alloc", "inferred"),
@@ -240,7 +236,7 @@ COUNTED: dict[str, tuple[Record, tuple[str, str]]] = {
         UNDECIDED,
     ),
     "nor what is mapped on demand": (
-        failed("ENOMEM", {"status": "off", "why": "off"}, node=LIMITED, access=["ON_DEMAND"], **PINNED),
+        failed("ENOMEM", OFF, node=LIMITED, access=["ON_DEMAND"], **PINNED),
         UNDECIDED,
     ),
 }
@@ -248,48 +244,24 @@ COUNTED: dict[str, tuple[Record, tuple[str, str]]] = {
 
 CASES: dict[str, tuple[Record, tuple[str, str]]] = {
     "memlock exceeded": (
-        failed(
-            "ENOMEM",
-            UMEM_EARLY,
-            node=UNCAPABLE | {"limits": {"memlock_soft": 4 * PAGE, "memlock_hard": None}},
-        ),
+        failed("ENOMEM", UMEM_EARLY, node=limited(4 * PAGE)),
         ("memlock-accounting", "observed"),
     ),
     "memlock exceeded, no trace": (
-        failed(
-            "ENOMEM",
-            {"status": "off", "why": "--trace off"},
-            node=UNCAPABLE | {"limits": {"memlock_soft": 4 * PAGE, "memlock_hard": None}},
-        ),
+        failed("ENOMEM", OFF, node=limited(4 * PAGE)),
         ("memlock-accounting", "inferred"),
     ),
-    "memlock zero": (
-        failed("EPERM", UMEM_REFUSED, node=UNCAPABLE | {"limits": {"memlock_soft": 0, "memlock_hard": 0}}),
-        ("memlock-accounting", "observed"),
-    ),
+    "memlock zero": (failed("EPERM", UMEM_REFUSED, node=limited(0)), ("memlock-accounting", "observed")),
     "memlock enough": (
-        failed(
-            "ENOMEM",
-            UMEM_EARLY,
-            node=UNCAPABLE | {"limits": {"memlock_soft": 64 * PAGE, "memlock_hard": None}},
-            limits={"vmpin": 0, "vmpin_after": 0},
-        ),
-        ("unknown", "missing"),
+        failed("ENOMEM", UMEM_EARLY, node=limited(64 * PAGE), limits={"vmpin": 0, "vmpin_after": 0}),
+        UNDECIDED,
     ),
-    "memlock unlimited": (
-        failed(
-            "ENOMEM", UMEM_EARLY, node=UNCAPABLE | {"limits": {"memlock_soft": None, "memlock_hard": None}}
-        ),
-        ("unknown", "missing"),
-    ),
+    "memlock unlimited": (failed("ENOMEM", UMEM_EARLY, node=limited(None)), UNDECIDED),
     "memlock with the capability": (
         failed("ENOMEM", UMEM_EARLY, node={"limits": {"memlock_soft": 0, "memlock_hard": 0}}),
-        ("unknown", "missing"),
+        UNDECIDED,
     ),
-    "memlock not recorded": (
-        failed("ENOMEM", UMEM_EARLY, node=UNCAPABLE | {"limits": {}}),
-        ("unknown", "missing"),
-    ),
+    "memlock not recorded": (failed("ENOMEM", UMEM_EARLY, node=UNCAPABLE | {"limits": {}}), UNDECIDED),
     "memlock by the call's own word": (
         failed("ENOMEM", UMEM_EARLY, capabilities=[], limits={"memlock_soft": 0}),
         ("memlock-accounting", "observed"),
@@ -304,7 +276,7 @@ CASES: dict[str, tuple[Record, tuple[str, str]]] = {
         ("page-fault", "observed"),
     ),
     "a range beyond the mapping": (failed("EFAULT", PIN_FAILED, length=1 << 43), ("page-fault", "observed")),
-    "EFAULT alone": (failed("EFAULT", {"status": "off", "why": "off"}), ("unknown", "missing")),
+    "EFAULT alone": (failed("EFAULT", OFF), ("unknown", "missing")),
     "a file mapping": (
         failed("EFAULT", PIN_FAILED, buffer=vma("rw-s", "/var/tmp/f") | {"backing": "file"}),
         ("longterm-refused", "observed"),
@@ -321,12 +293,9 @@ CASES: dict[str, tuple[Record, tuple[str, str]]] = {
             after=state(CMA),
             buffer={"backing": "hugetlb"},
         ),
-        ("unknown", "missing"),
+        UNDECIDED,
     ),
-    "an ordinary huge page": (
-        failed("ENOMEM", GUP_ENOMEM, buffer={"backing": "hugetlb"}),
-        ("unknown", "missing"),
-    ),
+    "an ordinary huge page": (failed("ENOMEM", GUP_ENOMEM, buffer={"backing": "hugetlb"}), UNDECIDED),
     "a private file mapping": (
         failed("EFAULT", PIN_FAILED, buffer=vma("rw-p", "/var/tmp/f") | {"backing": "file"}),
         ("page-fault", "observed"),
@@ -353,10 +322,7 @@ CASES: dict[str, tuple[Record, tuple[str, str]]] = {
         failed("EINVAL", returns(("__ib_umem_get_va", -22), ("rxe_reg_user_mr", -22)), length=1 << 46),
         ("arguments", "observed"),
     ),
-    "2^46 bytes, no trace": (
-        failed("EINVAL", {"status": "off", "why": "off"}, length=1 << 46),
-        ("arguments", "inferred"),
-    ),
+    "2^46 bytes, no trace": (failed("EINVAL", OFF, length=1 << 46), ("arguments", "inferred")),
     "address and length overflow": (failed("EINVAL", length=(1 << 64) - PAGE), ("arguments", "inferred")),
     "iova elsewhere in the page": (failed("EINVAL", iova=ADDRESS + 8), ("arguments", "inferred")),
     "remote write without local write": (
@@ -367,10 +333,7 @@ CASES: dict[str, tuple[Record, tuple[str, str]]] = {
         failed("EOPNOTSUPP", returns(("rxe_reg_user_mr", -95)), access=["LOCAL_WRITE", "HUGETLB"]),
         ("arguments", "observed"),
     ),
-    "EINVAL alone": (
-        failed("EINVAL", {"status": "unavailable", "why": "no tracefs"}),
-        ("unknown", "missing"),
-    ),
+    "EINVAL alone": (failed("EINVAL", {"status": "unavailable", "why": "no tracefs"}), UNDECIDED),
     "MRs exhausted": (failed("EINVAL", returns(("rxe_reg_user_mr", -22))), ("mkey", "inferred")),
     "MRs exhausted on 6.1": (failed("ENOMEM", returns(("rxe_reg_user_mr", -12))), ("mkey", "inferred")),
     "an MKey refused": (
@@ -398,7 +361,7 @@ CASES: dict[str, tuple[Record, tuple[str, str]]] = {
             returns(("pin_user_pages_fast", 8), ("__ib_umem_get_va", -12))
             | {"missing": [{"fn": "dma_map_sgtable", "why": "inlined"}]},
         ),
-        ("unknown", "missing"),
+        UNDECIDED,
     ),
     "no dma-buf support": (failed("EOPNOTSUPP", verb="ibv_reg_dmabuf_mr"), ("dma-buf", "observed")),
     "no dma-buf behind the fd": (
@@ -419,15 +382,15 @@ CASES: dict[str, tuple[Record, tuple[str, str]]] = {
             before=state(CMA, 1025, pincount=[[0, 8, 1]]),
             after=state(CMA, 1025, pincount=[[0, 8, 1]]),
         ),
-        ("unknown", "missing"),
+        UNDECIDED,
     ),
     "something held the pages": (
         failed("ENOMEM", build.failing_trace(8), before=state(CMA), after=state(CMA)),
-        ("unknown", "missing"),
+        UNDECIDED,
     ),
     "lost events": (
         failed("EINVAL", returns(("rxe_reg_user_mr", -22)) | {"status": "spoiled", "why": "overrun"}),
-        ("unknown", "missing"),
+        UNDECIDED,
     ),
     "only failures of GUP are in sight": (
         failed(
@@ -435,7 +398,7 @@ CASES: dict[str, tuple[Record, tuple[str, str]]] = {
             returns(("rxe_reg_user_mr", -22))
             | {"probed": ["rxe_reg_user_mr"], "probed_failures": ["pin_user_pages_fast"]},
         ),
-        ("unknown", "missing"),
+        UNDECIDED,
     ),
     "all in sight": (
         failed(
@@ -458,6 +421,6 @@ CASES: dict[str, tuple[Record, tuple[str, str]]] = {
                 ]
             },
         ),
-        ("unknown", "missing"),
+        UNDECIDED,
     ),
 }

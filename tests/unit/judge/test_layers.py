@@ -18,9 +18,9 @@ from unit.judge.layer_cases import (
     PIN_FAILED,
     UMEM_EARLY,
     UMEM_REFUSED,
-    UNCAPABLE,
     UNDECIDED,
     failed,
+    limited,
     vma,
 )
 
@@ -90,7 +90,7 @@ def test_no_errno_alone_names_a_layer() -> None:
 
 
 def test_earlier_registrations_count_against_the_limit() -> None:
-    node = UNCAPABLE | {"limits": {"memlock_soft": 12 * PAGE, "memlock_hard": None}}
+    node = limited(12 * PAGE)
     for given_back, due in ((False, "observed"), (True, "inferred")):
         builder = Builder(**node)
         builder.begin("fault", contract="none", controls={}, needs=())
@@ -114,7 +114,7 @@ def test_a_step_tells_the_limit() -> None:
 
 
 def test_io_uring_counts_after_it_has_pinned() -> None:
-    node = UNCAPABLE | {"limits": {"memlock_soft": 4 * PAGE, "memlock_hard": None}}
+    node = limited(4 * PAGE)
     traced = returns(("pin_user_pages_fast", 8), ("io_sqe_buffers_register", -12))
     record = failed("ENOMEM", traced, node=node, verb="io_uring_register_buffers", device="io_uring")
     assert layer(record)[0] == "memlock-accounting"
@@ -222,7 +222,7 @@ def test_lost_events_never_count_as_did_not_happen(lost: dict[str, Any]) -> None
         assert layer(whole)[0] in ("mkey", "arguments"), errno
         name, how = layer(gap)
         assert (name == "unknown" or how == "inferred") and how != "observed", (errno, name, how)
-    limits = UNCAPABLE | {"limits": {"memlock_soft": 0, "memlock_hard": 0}}
+    limits = limited(0)
     assert layer(failed("EPERM", UMEM_REFUSED, node=limits))[1] == "observed"
     assert layer(failed("EPERM", UMEM_REFUSED | lost, node=limits))[1] == "inferred"
 
