@@ -34,6 +34,12 @@ def failed(
     return builder.done()
 
 
+def case(due: str, errno: str, traced: Any = None, **keys: Any) -> tuple[Record, tuple[str, str]]:
+    """A registration that fails, and the layer with how it is known."""
+    layer, how = due.split()
+    return failed(errno, traced, **keys), (layer, how)
+
+
 def vma(flags: str, path: str = "", pages: int = 8) -> dict[str, Any]:
     return {"vma": f"{ADDRESS:x}-{ADDRESS + pages * PAGE:x} {flags} 00000000 08:01 77 {path}".rstrip()}
 
@@ -70,357 +76,288 @@ OLD = {"kernel": "6.1.0-57-amd64"}
 READ = ("FOLL_LONGTERM",)
 HALF = state([*OUT[:4], 0, 0, 0, 0])
 NONE = state([0] * 8)
-REFUSED, FAULT, UNDECIDED = (
-    ("longterm-refused", "observed"),
-    ("page-fault", "observed"),
-    ("unknown", "missing"),
-)
-FILES: dict[str, tuple[Record, tuple[str, str]]] = {
-    "refused at its first page": (failed("EFAULT", stopped_at(0), buffer=FILE), REFUSED),
-    "no write was asked for": (
-        failed("EFAULT", stopped_at(4, READ), buffer=FILE, before=HALF, access=["REMOTE_READ"]),
-        FAULT,
+REFUSED, FAULT, UNDECIDED = "longterm-refused observed", "page-fault observed", "unknown missing"
+FILES = {
+    "refused at its first page": case(REFUSED, "EFAULT", stopped_at(0), buffer=FILE),
+    "no write was asked for": case(
+        FAULT, "EFAULT", stopped_at(4, READ), buffer=FILE, before=HALF, access=["REMOTE_READ"]
     ),
-    "no write was asked for, at the first page": (
-        failed("EFAULT", stopped_at(0, READ), buffer=FILE, before=NONE, access=["REMOTE_READ"]),
-        FAULT,
+    "no write was asked for, at the first page": case(
+        FAULT, "EFAULT", stopped_at(0, READ), buffer=FILE, before=NONE, access=["REMOTE_READ"]
     ),
-    "no write was asked for, arguments not recorded": (
-        failed("EFAULT", PIN_FAILED, buffer=FILE, before=HALF, access=["REMOTE_READ"]),
-        FAULT,
+    "no write was asked for, arguments not recorded": case(
+        FAULT, "EFAULT", PIN_FAILED, buffer=FILE, before=HALF, access=["REMOTE_READ"]
     ),
-    "pages before it were pinned": (failed("EFAULT", stopped_at(4), buffer=FILE, before=HALF), FAULT),
-    "the kernel has no such refusal": (
-        failed("EFAULT", stopped_at(0), buffer=FILE, node=OLD, before=NONE),
-        FAULT,
+    "pages before it were pinned": case(FAULT, "EFAULT", stopped_at(4), buffer=FILE, before=HALF),
+    "the kernel has no such refusal": case(
+        FAULT, "EFAULT", stopped_at(0), buffer=FILE, node=OLD, before=NONE
     ),
-    "its symbol is not there, whatever the version": (
-        failed("EFAULT", stopped_at(0), buffer=FILE, before=NONE, refuses_writable_files=False),
-        FAULT,
+    "its symbol is not there, whatever the version": case(
+        FAULT, "EFAULT", stopped_at(0), buffer=FILE, before=NONE, refuses_writable_files=False
     ),
-    "its symbol is there, whatever the version": (
-        failed("EFAULT", stopped_at(0), buffer=FILE, before=NONE, node=OLD, refuses_writable_files=True),
+    "its symbol is there, whatever the version": case(
+        REFUSED, "EFAULT", stopped_at(0), buffer=FILE, before=NONE, node=OLD, refuses_writable_files=True
+    ),
+    "a vendor's kernel, the page is there": case(REFUSED, "EFAULT", stopped_at(0), buffer=FILE, node=VENDOR),
+    "a vendor's kernel, no page is there": case(
+        UNDECIDED, "EFAULT", stopped_at(0), buffer=FILE, node=VENDOR, before=NONE
+    ),
+    "a vendor's kernel without a trace, a page lacks": case(
+        UNDECIDED, "EFAULT", OFF, buffer=FILE, node=VENDOR, before=HALF
+    ),
+    "nobody knows whether it was to be written": case(
+        UNDECIDED, "EFAULT", PIN_FAILED, buffer=FILE, access=None
+    ),
+    "behind anonymous memory": case(
+        REFUSED, "EFAULT", stopped_at(4), mappings=[line(0, 4, "rw-p", ""), line(4, 8, "rw-s")]
+    ),
+    "shared memory behind anonymous memory": case(
+        FAULT, "EFAULT", stopped_at(4), mappings=[line(0, 4, "rw-p", ""), line(4, 8, "rw-s", "/memfd:x")]
+    ),
+    "half of it without access": case(
+        FAULT,
+        "EFAULT",
+        stopped_at(4, READ),
+        buffer=FILE,
+        mappings=[line(0, 4, "rw-s"), line(4, 8, "---s")],
+        access=["REMOTE_READ"],
+    ),
+    "a hole in it": case(
+        FAULT, "EFAULT", stopped_at(4), buffer=FILE, mappings=[line(0, 4, "rw-s"), line(5, 8, "rw-s")]
+    ),
+    "the mapping was changed after the buffer was made": case(
+        FAULT, "EFAULT", stopped_at(0), buffer=FILE, mappings=[line(0, 8, "r--s")]
+    ),
+    "fs-dax, for reading": case(
+        REFUSED, "EOPNOTSUPP", stopped_at(0, READ, -95), buffer=vma("r--s", "/pmem/f"), access=["REMOTE_READ"]
+    ),
+    "EOPNOTSUPP on a file without a trace": case(UNDECIDED, "EOPNOTSUPP", OFF, buffer=FILE),
+    "io_uring pins for writing": case(
         REFUSED,
+        "EFAULT",
+        stopped_at(0, path=IO_URING),
+        buffer=FILE,
+        access=[],
+        verb="io_uring_register_buffers",
     ),
-    "a vendor's kernel, the page is there": (
-        failed("EFAULT", stopped_at(0), buffer=FILE, node=VENDOR),
-        REFUSED,
+    "io_uring's own refusal of a file": case(
+        "longterm-refused inferred",
+        "EOPNOTSUPP",
+        returns(("pin_user_pages", 8), ("io_pin_pages", -95), ("io_sqe_buffers_register", -95)),
+        buffer=FILE,
+        verb="io_uring_register_buffers",
     ),
-    "a vendor's kernel, no page is there": (
-        failed("EFAULT", stopped_at(0), buffer=FILE, node=VENDOR, before=NONE),
+    "io_uring refuses what is no file": case(
         UNDECIDED,
+        "EOPNOTSUPP",
+        returns(("pin_user_pages", 8), ("io_sqe_buffers_register", -95)),
+        verb="io_uring_register_buffers",
     ),
-    "a vendor's kernel without a trace, a page lacks": (
-        failed("EFAULT", OFF, buffer=FILE, node=VENDOR, before=HALF),
-        UNDECIDED,
+    "a BAR behind anonymous memory": case(
+        "bar-map observed",
+        "EFAULT",
+        stopped_at(7),
+        mappings=[
+            line(0, 7, "rw-p", ""),
+            line(7, 8, "rw-s", "/sys/devices/pci0000:00/0000:00:01.0/resource1"),
+        ],
     ),
-    "nobody knows whether it was to be written": (
-        failed("EFAULT", PIN_FAILED, buffer=FILE, access=None),
-        UNDECIDED,
+    "frames without pages": case(
+        "bar-map observed",
+        "EFAULT",
+        stopped_at(0),
+        buffer=vma("rw-s", "/dev/some"),
+        before=NONE | {"traits": [[0, 8, "special"]]},
     ),
-    "behind anonymous memory": (
-        failed("EFAULT", stopped_at(4), mappings=[line(0, 4, "rw-p", ""), line(4, 8, "rw-s")]),
-        REFUSED,
-    ),
-    "shared memory behind anonymous memory": (
-        failed("EFAULT", stopped_at(4), mappings=[line(0, 4, "rw-p", ""), line(4, 8, "rw-s", "/memfd:x")]),
+    "a BAR that the call did not reach": case(
         FAULT,
-    ),
-    "half of it without access": (
-        failed(
-            "EFAULT",
-            stopped_at(4, READ),
-            buffer=FILE,
-            mappings=[line(0, 4, "rw-s"), line(4, 8, "---s")],
-            access=["REMOTE_READ"],
-        ),
-        FAULT,
-    ),
-    "a hole in it": (
-        failed("EFAULT", stopped_at(4), buffer=FILE, mappings=[line(0, 4, "rw-s"), line(5, 8, "rw-s")]),
-        FAULT,
-    ),
-    "the mapping was changed after the buffer was made": (
-        failed("EFAULT", stopped_at(0), buffer=FILE, mappings=[line(0, 8, "r--s")]),
-        FAULT,
-    ),
-    "fs-dax, for reading": (
-        failed("EOPNOTSUPP", stopped_at(0, READ, -95), buffer=vma("r--s", "/pmem/f"), access=["REMOTE_READ"]),
-        REFUSED,
-    ),
-    "EOPNOTSUPP on a file without a trace": (failed("EOPNOTSUPP", OFF, buffer=FILE), UNDECIDED),
-    "io_uring pins for writing": (
-        failed(
-            "EFAULT", stopped_at(0, path=IO_URING), buffer=FILE, access=[], verb="io_uring_register_buffers"
-        ),
-        REFUSED,
-    ),
-    "io_uring's own refusal of a file": (
-        failed(
-            "EOPNOTSUPP",
-            returns(("pin_user_pages", 8), ("io_pin_pages", -95), ("io_sqe_buffers_register", -95)),
-            buffer=FILE,
-            verb="io_uring_register_buffers",
-        ),
-        ("longterm-refused", "inferred"),
-    ),
-    "io_uring refuses what is no file": (
-        failed(
-            "EOPNOTSUPP",
-            returns(("pin_user_pages", 8), ("io_sqe_buffers_register", -95)),
-            verb="io_uring_register_buffers",
-        ),
-        UNDECIDED,
-    ),
-    "a BAR behind anonymous memory": (
-        failed(
-            "EFAULT",
-            stopped_at(7),
-            mappings=[
-                line(0, 7, "rw-p", ""),
-                line(7, 8, "rw-s", "/sys/devices/pci0000:00/0000:00:01.0/resource1"),
-            ],
-        ),
-        ("bar-map", "observed"),
-    ),
-    "frames without pages": (
-        failed(
-            "EFAULT",
-            stopped_at(0),
-            buffer=vma("rw-s", "/dev/some"),
-            before=NONE | {"traits": [[0, 8, "special"]]},
-        ),
-        ("bar-map", "observed"),
-    ),
-    "a BAR that the call did not reach": (
-        failed(
-            "EFAULT",
-            stopped_at(3),
-            before=HALF,
-            mappings=[line(0, 3, "rw-p", ""), line(7, 8, "rw-s", "/dev/nvidia0")],
-        ),
-        FAULT,
+        "EFAULT",
+        stopped_at(3),
+        before=HALF,
+        mappings=[line(0, 3, "rw-p", ""), line(7, 8, "rw-s", "/dev/nvidia0")],
     ),
 }
 
 
 LIMITED = limited(64 * PAGE)
 PINNED = {"limits": {"vmpin": 60 * PAGE, "vmpin_after": 60 * PAGE, "vmlck": 0}}
-MEMLOCK, ROOM = (
-    ("memlock-accounting", "observed"),
-    {"limits": {"vmpin": 0, "vmpin_after": 0, "vmlck": 64 * PAGE}},
-)
-COUNTED: dict[str, tuple[Record, tuple[str, str]]] = {
-    "io_uring or a series pinned before": (failed("ENOMEM", UMEM_EARLY, node=LIMITED, **PINNED), MEMLOCK),
-    "the limit has room": (failed("ENOMEM", UMEM_EARLY, node=LIMITED, **ROOM), UNDECIDED),
-    "with the capability": (
-        failed("ENOMEM", UMEM_EARLY, node={"limits": LIMITED["limits"]}, **PINNED),
-        UNDECIDED,
+ROOM = {"limits": {"vmpin": 0, "vmpin_after": 0, "vmlck": 64 * PAGE}}
+MEMLOCK = "memlock-accounting observed"
+COUNTED = {
+    "io_uring or a series pinned before": case(MEMLOCK, "ENOMEM", UMEM_EARLY, node=LIMITED, **PINNED),
+    "the limit has room": case(UNDECIDED, "ENOMEM", UMEM_EARLY, node=LIMITED, **ROOM),
+    "with the capability": case(
+        UNDECIDED, "ENOMEM", UMEM_EARLY, node={"limits": LIMITED["limits"]}, **PINNED
     ),
-    "no limit": (failed("ENOMEM", UMEM_EARLY, node=limited(None), **PINNED), UNDECIDED),
-    "the count changed meanwhile": (
-        failed("ENOMEM", UMEM_EARLY, node=LIMITED, limits={"vmpin": 0, "vmpin_after": PAGE}),
-        ("memlock-accounting", "inferred"),
+    "no limit": case(UNDECIDED, "ENOMEM", UMEM_EARLY, node=limited(None), **PINNED),
+    "the count changed meanwhile": case(
+        "memlock-accounting inferred",
+        "ENOMEM",
+        UMEM_EARLY,
+        node=LIMITED,
+        limits={"vmpin": 0, "vmpin_after": PAGE},
     ),
-    "not counted, no trace": (failed("ENOMEM", OFF, node=LIMITED), UNDECIDED),
-    "not counted, a page was pinned": (
-        failed("ENOMEM", returns(("pin_user_pages_fast", 4), ("__ib_umem_get_va", -12)), node=LIMITED),
-        ("umem-alloc", "inferred"),
+    "not counted, no trace": case(UNDECIDED, "ENOMEM", OFF, node=LIMITED),
+    "not counted, a page was pinned": case(
+        "umem-alloc inferred",
+        "ENOMEM",
+        returns(("pin_user_pages_fast", 4), ("__ib_umem_get_va", -12)),
+        node=LIMITED,
     ),
-    "the umem was never reached": (
-        failed("ENOMEM", returns(("rxe_reg_user_mr", -12)), node=LIMITED, **PINNED),
-        ("mkey", "inferred"),
+    "the umem was never reached": case(
+        "mkey inferred", "ENOMEM", returns(("rxe_reg_user_mr", -12)), node=LIMITED, **PINNED
     ),
-    "a dma-buf is not counted": (
-        failed("ENOMEM", UMEM_EARLY, node=LIMITED, verb="ibv_reg_dmabuf_mr", **PINNED),
-        UNDECIDED,
+    "a dma-buf is not counted": case(
+        UNDECIDED, "ENOMEM", UMEM_EARLY, node=LIMITED, verb="ibv_reg_dmabuf_mr", **PINNED
     ),
-    "nor what is mapped on demand": (
-        failed("ENOMEM", OFF, node=LIMITED, access=["ON_DEMAND"], **PINNED),
-        UNDECIDED,
+    "nor what is mapped on demand": case(
+        UNDECIDED, "ENOMEM", OFF, node=LIMITED, access=["ON_DEMAND"], **PINNED
     ),
 }
 
 
-CASES: dict[str, tuple[Record, tuple[str, str]]] = {
-    "memlock exceeded": (
-        failed("ENOMEM", UMEM_EARLY, node=limited(4 * PAGE)),
-        ("memlock-accounting", "observed"),
+CASES = {
+    "memlock exceeded": case(MEMLOCK, "ENOMEM", UMEM_EARLY, node=limited(4 * PAGE)),
+    "memlock exceeded, no trace": case("memlock-accounting inferred", "ENOMEM", OFF, node=limited(4 * PAGE)),
+    "memlock zero": case(MEMLOCK, "EPERM", UMEM_REFUSED, node=limited(0)),
+    "memlock enough": case(
+        UNDECIDED, "ENOMEM", UMEM_EARLY, node=limited(64 * PAGE), limits={"vmpin": 0, "vmpin_after": 0}
     ),
-    "memlock exceeded, no trace": (
-        failed("ENOMEM", OFF, node=limited(4 * PAGE)),
-        ("memlock-accounting", "inferred"),
+    "memlock unlimited": case(UNDECIDED, "ENOMEM", UMEM_EARLY, node=limited(None)),
+    "memlock with the capability": case(
+        UNDECIDED, "ENOMEM", UMEM_EARLY, node={"limits": {"memlock_soft": 0, "memlock_hard": 0}}
     ),
-    "memlock zero": (failed("EPERM", UMEM_REFUSED, node=limited(0)), ("memlock-accounting", "observed")),
-    "memlock enough": (
-        failed("ENOMEM", UMEM_EARLY, node=limited(64 * PAGE), limits={"vmpin": 0, "vmpin_after": 0}),
+    "memlock not recorded": case(UNDECIDED, "ENOMEM", UMEM_EARLY, node=UNCAPABLE | {"limits": {}}),
+    "memlock by the call's own word": case(
+        MEMLOCK, "ENOMEM", UMEM_EARLY, capabilities=[], limits={"memlock_soft": 0}
+    ),
+    "unmapped address": case(
+        FAULT, "EFAULT", PIN_FAILED, address=ADDRESS + (1 << 30), iova=ADDRESS + (1 << 30)
+    ),
+    "read-only mapping": case(FAULT, "EFAULT", PIN_FAILED, buffer=vma("r--p")),
+    "a hole in the middle": case(FAULT, "EFAULT", PIN_FAILED, before=state([*OUT[:3], 0, *OUT[4:]])),
+    "a range beyond the mapping": case(FAULT, "EFAULT", PIN_FAILED, length=1 << 43),
+    "EFAULT alone": case(UNDECIDED, "EFAULT", OFF),
+    "a file mapping": case(
+        REFUSED, "EFAULT", PIN_FAILED, buffer=vma("rw-s", "/var/tmp/f") | {"backing": "file"}
+    ),
+    "a huge page that the kernel does not try to move": case(
+        REFUSED, "ENOMEM", GUP_ENOMEM, before=state(CMA), after=state(CMA), buffer={"backing": "hugetlb"}
+    ),
+    "a huge page where migration is hidden": case(
         UNDECIDED,
+        "ENOMEM",
+        GUP_ENOMEM | {"missing": [{"fn": "migrate_pages", "why": "inlined"}]},
+        before=state(CMA),
+        after=state(CMA),
+        buffer={"backing": "hugetlb"},
     ),
-    "memlock unlimited": (failed("ENOMEM", UMEM_EARLY, node=limited(None)), UNDECIDED),
-    "memlock with the capability": (
-        failed("ENOMEM", UMEM_EARLY, node={"limits": {"memlock_soft": 0, "memlock_hard": 0}}),
+    "an ordinary huge page": case(UNDECIDED, "ENOMEM", GUP_ENOMEM, buffer={"backing": "hugetlb"}),
+    "a private file mapping": case(
+        FAULT, "EFAULT", PIN_FAILED, buffer=vma("rw-p", "/var/tmp/f") | {"backing": "file"}
+    ),
+    "a BAR": case("bar-map observed", "EFAULT", PIN_FAILED, buffer=vma("rw-s", "/dev/nvidia0")),
+    "a GPU address": case(
+        "peer-memory inferred", "EFAULT", PIN_FAILED, buffer={"owner": "cuda", "backing": "cuda-device"}
+    ),
+    "peer memory refused": case("peer-memory observed", "ENOMEM", returns(("nvidia_p2p_get_pages", -12))),
+    "on-demand paging that uverbs refuses": case(
+        "arguments inferred", "EINVAL", trace(), access=["LOCAL_WRITE", "ON_DEMAND"]
+    ),
+    "no cause in sight": case(UNDECIDED, "EINVAL", trace(), access=["LOCAL_WRITE"]),
+    "no byte at the begin of a page": case(
+        "arguments observed", "EINVAL", returns(("rxe_reg_user_mr", -22)), length=0
+    ),
+    "2^46 bytes": case(
+        "arguments observed",
+        "EINVAL",
+        returns(("__ib_umem_get_va", -22), ("rxe_reg_user_mr", -22)),
+        length=1 << 46,
+    ),
+    "2^46 bytes, no trace": case("arguments inferred", "EINVAL", OFF, length=1 << 46),
+    "address and length overflow": case("arguments inferred", "EINVAL", length=(1 << 64) - PAGE),
+    "iova elsewhere in the page": case("arguments inferred", "EINVAL", iova=ADDRESS + 8),
+    "remote write without local write": case("arguments inferred", "EINVAL", access=["REMOTE_WRITE"]),
+    "a flag that the device refuses": case(
+        "arguments observed",
+        "EOPNOTSUPP",
+        returns(("rxe_reg_user_mr", -95)),
+        access=["LOCAL_WRITE", "HUGETLB"],
+    ),
+    "EINVAL alone": case(UNDECIDED, "EINVAL", {"status": "unavailable", "why": "no tracefs"}),
+    "MRs exhausted": case("mkey inferred", "EINVAL", returns(("rxe_reg_user_mr", -22))),
+    "MRs exhausted on 6.1": case("mkey inferred", "ENOMEM", returns(("rxe_reg_user_mr", -12))),
+    "an MKey refused": case(
+        "mkey observed",
+        "ENOMEM",
+        returns(("pin_user_pages_fast", 8), ("mlx5_core_create_mkey", -12), ("mlx5_ib_reg_user_mr", -12)),
+    ),
+    "the DMA mapping failed": case(
+        "dma-map observed",
+        "EIO",
+        returns(("pin_user_pages_fast", 8), ("dma_map_sgtable", -5), ("__ib_umem_get_va", -5)),
+    ),
+    "the table of pages failed after a part": case(
+        "umem-alloc inferred", "ENOMEM", returns(("pin_user_pages_fast", 4), ("__ib_umem_get_va", -12))
+    ),
+    "the table of pages failed after the last part": case(
+        "umem-alloc inferred", "ENOMEM", returns(("pin_user_pages_fast", 8), ("__ib_umem_get_va", -12))
+    ),
+    "the table of pages or the mapping for the device": case(
         UNDECIDED,
+        "ENOMEM",
+        returns(("pin_user_pages_fast", 8), ("__ib_umem_get_va", -12))
+        | {"missing": [{"fn": "dma_map_sgtable", "why": "inlined"}]},
     ),
-    "memlock not recorded": (failed("ENOMEM", UMEM_EARLY, node=UNCAPABLE | {"limits": {}}), UNDECIDED),
-    "memlock by the call's own word": (
-        failed("ENOMEM", UMEM_EARLY, capabilities=[], limits={"memlock_soft": 0}),
-        ("memlock-accounting", "observed"),
+    "no dma-buf support": case("dma-buf observed", "EOPNOTSUPP", verb="ibv_reg_dmabuf_mr"),
+    "no dma-buf behind the fd": case(
+        "dma-buf observed",
+        "EBADF",
+        returns(("ib_umem_dmabuf_get_with_dma_device", -9)),
+        verb="ibv_reg_dmabuf_mr",
     ),
-    "unmapped address": (
-        failed("EFAULT", PIN_FAILED, address=ADDRESS + (1 << 30), iova=ADDRESS + (1 << 30)),
-        ("page-fault", "observed"),
+    "the device vanished": case("device observed", "EIO"),
+    "the device may not be opened": case("device inferred", "EACCES"),
+    "no page to move to": case(
+        "migration-target observed",
+        "ENOMEM",
+        build.failing_trace(8, ret=-12),
+        before=state(CMA),
+        after=state(CMA),
     ),
-    "read-only mapping": (failed("EFAULT", PIN_FAILED, buffer=vma("r--p")), ("page-fault", "observed")),
-    "a hole in the middle": (
-        failed("EFAULT", PIN_FAILED, before=state([*OUT[:3], 0, *OUT[4:]])),
-        ("page-fault", "observed"),
-    ),
-    "a range beyond the mapping": (failed("EFAULT", PIN_FAILED, length=1 << 43), ("page-fault", "observed")),
-    "EFAULT alone": (failed("EFAULT", OFF), ("unknown", "missing")),
-    "a file mapping": (
-        failed("EFAULT", PIN_FAILED, buffer=vma("rw-s", "/var/tmp/f") | {"backing": "file"}),
-        ("longterm-refused", "observed"),
-    ),
-    "a huge page that the kernel does not try to move": (
-        failed("ENOMEM", GUP_ENOMEM, before=state(CMA), after=state(CMA), buffer={"backing": "hugetlb"}),
-        ("longterm-refused", "observed"),
-    ),
-    "a huge page where migration is hidden": (
-        failed(
-            "ENOMEM",
-            GUP_ENOMEM | {"missing": [{"fn": "migrate_pages", "why": "inlined"}]},
-            before=state(CMA),
-            after=state(CMA),
-            buffer={"backing": "hugetlb"},
-        ),
+    "no huge page to move to, while one is held": case(
         UNDECIDED,
+        "ENOMEM",
+        build.failing_trace(8, ret=-12),
+        buffer={"backing": "thp"},
+        before=state(CMA, 1025, pincount=[[0, 8, 1]]),
+        after=state(CMA, 1025, pincount=[[0, 8, 1]]),
     ),
-    "an ordinary huge page": (failed("ENOMEM", GUP_ENOMEM, buffer={"backing": "hugetlb"}), UNDECIDED),
-    "a private file mapping": (
-        failed("EFAULT", PIN_FAILED, buffer=vma("rw-p", "/var/tmp/f") | {"backing": "file"}),
-        ("page-fault", "observed"),
+    "something held the pages": case(
+        UNDECIDED, "ENOMEM", build.failing_trace(8), before=state(CMA), after=state(CMA)
     ),
-    "a BAR": (failed("EFAULT", PIN_FAILED, buffer=vma("rw-s", "/dev/nvidia0")), ("bar-map", "observed")),
-    "a GPU address": (
-        failed("EFAULT", PIN_FAILED, buffer={"owner": "cuda", "backing": "cuda-device"}),
-        ("peer-memory", "inferred"),
+    "lost events": case(
+        UNDECIDED, "EINVAL", returns(("rxe_reg_user_mr", -22)) | {"status": "spoiled", "why": "overrun"}
     ),
-    "peer memory refused": (
-        failed("ENOMEM", returns(("nvidia_p2p_get_pages", -12))),
-        ("peer-memory", "observed"),
-    ),
-    "on-demand paging that uverbs refuses": (
-        failed("EINVAL", trace(), access=["LOCAL_WRITE", "ON_DEMAND"]),
-        ("arguments", "inferred"),
-    ),
-    "no cause in sight": (failed("EINVAL", trace(), access=["LOCAL_WRITE"]), ("unknown", "missing")),
-    "no byte at the begin of a page": (
-        failed("EINVAL", returns(("rxe_reg_user_mr", -22)), length=0),
-        ("arguments", "observed"),
-    ),
-    "2^46 bytes": (
-        failed("EINVAL", returns(("__ib_umem_get_va", -22), ("rxe_reg_user_mr", -22)), length=1 << 46),
-        ("arguments", "observed"),
-    ),
-    "2^46 bytes, no trace": (failed("EINVAL", OFF, length=1 << 46), ("arguments", "inferred")),
-    "address and length overflow": (failed("EINVAL", length=(1 << 64) - PAGE), ("arguments", "inferred")),
-    "iova elsewhere in the page": (failed("EINVAL", iova=ADDRESS + 8), ("arguments", "inferred")),
-    "remote write without local write": (
-        failed("EINVAL", access=["REMOTE_WRITE"]),
-        ("arguments", "inferred"),
-    ),
-    "a flag that the device refuses": (
-        failed("EOPNOTSUPP", returns(("rxe_reg_user_mr", -95)), access=["LOCAL_WRITE", "HUGETLB"]),
-        ("arguments", "observed"),
-    ),
-    "EINVAL alone": (failed("EINVAL", {"status": "unavailable", "why": "no tracefs"}), UNDECIDED),
-    "MRs exhausted": (failed("EINVAL", returns(("rxe_reg_user_mr", -22))), ("mkey", "inferred")),
-    "MRs exhausted on 6.1": (failed("ENOMEM", returns(("rxe_reg_user_mr", -12))), ("mkey", "inferred")),
-    "an MKey refused": (
-        failed(
-            "ENOMEM",
-            returns(("pin_user_pages_fast", 8), ("mlx5_core_create_mkey", -12), ("mlx5_ib_reg_user_mr", -12)),
-        ),
-        ("mkey", "observed"),
-    ),
-    "the DMA mapping failed": (
-        failed("EIO", returns(("pin_user_pages_fast", 8), ("dma_map_sgtable", -5), ("__ib_umem_get_va", -5))),
-        ("dma-map", "observed"),
-    ),
-    "the table of pages failed after a part": (
-        failed("ENOMEM", returns(("pin_user_pages_fast", 4), ("__ib_umem_get_va", -12))),
-        ("umem-alloc", "inferred"),
-    ),
-    "the table of pages failed after the last part": (
-        failed("ENOMEM", returns(("pin_user_pages_fast", 8), ("__ib_umem_get_va", -12))),
-        ("umem-alloc", "inferred"),
-    ),
-    "the table of pages or the mapping for the device": (
-        failed(
-            "ENOMEM",
-            returns(("pin_user_pages_fast", 8), ("__ib_umem_get_va", -12))
-            | {"missing": [{"fn": "dma_map_sgtable", "why": "inlined"}]},
-        ),
+    "only failures of GUP are in sight": case(
         UNDECIDED,
+        "EINVAL",
+        returns(("rxe_reg_user_mr", -22))
+        | {"probed": ["rxe_reg_user_mr"], "probed_failures": ["pin_user_pages_fast"]},
     ),
-    "no dma-buf support": (failed("EOPNOTSUPP", verb="ibv_reg_dmabuf_mr"), ("dma-buf", "observed")),
-    "no dma-buf behind the fd": (
-        failed("EBADF", returns(("ib_umem_dmabuf_get_with_dma_device", -9)), verb="ibv_reg_dmabuf_mr"),
-        ("dma-buf", "observed"),
+    "all in sight": case(
+        "mkey inferred",
+        "EINVAL",
+        returns(("rxe_reg_user_mr", -22))
+        | {
+            "probed": ["rxe_reg_user_mr", "pin_user_pages_fast", "pin_user_pages", "ib_umem_get"],
+            "probed_failures": [],
+        },
     ),
-    "the device vanished": (failed("EIO"), ("device", "observed")),
-    "the device may not be opened": (failed("EACCES"), ("device", "inferred")),
-    "no page to move to": (
-        failed("ENOMEM", build.failing_trace(8, ret=-12), before=state(CMA), after=state(CMA)),
-        ("migration-target", "observed"),
-    ),
-    "no huge page to move to, while one is held": (
-        failed(
-            "ENOMEM",
-            build.failing_trace(8, ret=-12),
-            buffer={"backing": "thp"},
-            before=state(CMA, 1025, pincount=[[0, 8, 1]]),
-            after=state(CMA, 1025, pincount=[[0, 8, 1]]),
-        ),
+    "GUP cannot be seen": case(
         UNDECIDED,
-    ),
-    "something held the pages": (
-        failed("ENOMEM", build.failing_trace(8), before=state(CMA), after=state(CMA)),
-        UNDECIDED,
-    ),
-    "lost events": (
-        failed("EINVAL", returns(("rxe_reg_user_mr", -22)) | {"status": "spoiled", "why": "overrun"}),
-        UNDECIDED,
-    ),
-    "only failures of GUP are in sight": (
-        failed(
-            "EINVAL",
-            returns(("rxe_reg_user_mr", -22))
-            | {"probed": ["rxe_reg_user_mr"], "probed_failures": ["pin_user_pages_fast"]},
-        ),
-        UNDECIDED,
-    ),
-    "all in sight": (
-        failed(
-            "EINVAL",
-            returns(("rxe_reg_user_mr", -22))
-            | {
-                "probed": ["rxe_reg_user_mr", "pin_user_pages_fast", "pin_user_pages", "ib_umem_get"],
-                "probed_failures": [],
-            },
-        ),
-        ("mkey", "inferred"),
-    ),
-    "GUP cannot be seen": (
-        failed(
-            "EINVAL",
-            returns(("rxe_reg_user_mr", -22))
-            | {
-                "missing": [
-                    {"fn": name, "why": "inlined"} for name in ("pin_user_pages_fast", "pin_user_pages")
-                ]
-            },
-        ),
-        UNDECIDED,
+        "EINVAL",
+        returns(("rxe_reg_user_mr", -22))
+        | {"missing": [{"fn": name, "why": "inlined"} for name in ("pin_user_pages_fast", "pin_user_pages")]},
     ),
 }
