@@ -54,7 +54,7 @@ class CallDepth(IntEnum):
     TARGET = 6
 
 
-class Run(Enum):
+class Kept(Enum):
     """What `run` records of a function's returns."""
 
     NOTHING = auto()
@@ -143,7 +143,7 @@ class KernelFunction:
     returns: Returns = Returns.INT
     depth: CallDepth | None = None
     arguments: tuple[tuple[str, int, str], ...] = ()
-    run: Run = Run.NOTHING
+    run: Kept = Kept.NOTHING
     watch: tuple[Watch, ...] = ()
 
     @property
@@ -154,12 +154,12 @@ class KernelFunction:
     @property
     def keep(self) -> str:
         """The condition under which `run` records a return (event filter), "" for always."""
-        return self.returns.failed if self.run is Run.FAILURES else ""
+        return self.returns.failed if self.run is Kept.FAILURES else ""
 
     @property
     def probed(self) -> bool:
         """Whether `run` or `watch` sees it."""
-        return self.run is not Run.NOTHING or bool(self.watch)
+        return self.run is not Kept.NOTHING or bool(self.watch)
 
 
 _IB = "drivers/infiniband"
@@ -187,12 +187,23 @@ def _names(*names: Name | str) -> tuple[Name, ...]:
 
 def _driver(name: str, module: str, source: str) -> KernelFunction:
     what, depth = f"registration by {module}", CallDepth.DRIVER
-    told = (f"{_IB}/{source}", (Family.DRIVER,), module, Returns.POINTER, depth, (), Run.ALL, (Watch.DRIVER,))
+    told = (
+        f"{_IB}/{source}",
+        (Family.DRIVER,),
+        module,
+        Returns.POINTER,
+        depth,
+        (),
+        Kept.ALL,
+        (Watch.DRIVER,),
+    )
     return KernelFunction(what, _names(name), *told)
 
 
-def _request(what: str, name: Name, source: str, *families: Family, run: Run = Run.NOTHING) -> KernelFunction:
-    depth = CallDepth.DRIVER if run is Run.ALL else None  # above a driver's, where only `watch` looks
+def _request(
+    what: str, name: Name, source: str, *families: Family, run: Kept = Kept.NOTHING
+) -> KernelFunction:
+    depth = CallDepth.DRIVER if run is Kept.ALL else None  # above a driver's, where only `watch` looks
     told = (f"{_IB}/core/{source}", (Family.REQUEST, *families), "ib_uverbs", Returns.INT, depth)
     return KernelFunction(what, (name,), *told, run=run, watch=(Watch.REQUEST,))
 
@@ -203,7 +214,7 @@ def _gup(name: str, how: str, family: Family, *watch: Watch, read: tuple[Family,
     names, returns = _names(Name(name, "5.6 eddb1c228f79") if pins else name), Returns.LONG
     if how == "fast":
         returns = Returns.INT
-    told = (_GUP, (family, *read), "", returns, CallDepth.GUP, _GUP_ARGUMENTS[how], Run.ALL, watch)
+    told = (_GUP, (family, *read), "", returns, CallDepth.GUP, _GUP_ARGUMENTS[how], Kept.ALL, watch)
     return KernelFunction("pins" if pins else "references", names, *told)
 
 
@@ -215,7 +226,7 @@ def _inner(
     *names: Name | str,
     module: str = "",
     returns: Returns = Returns.INT,
-    run: Run = Run.FAILURES,
+    run: Kept = Kept.FAILURES,
     watch: bool = True,
 ) -> KernelFunction:
     """What a registration calls: `watch` follows its failures alone."""
@@ -273,7 +284,7 @@ FUNCTIONS: tuple[KernelFunction, ...] = (
         Name("ib_uverbs_handler_UVERBS_METHOD_REG_DMABUF_MR", "5.12"),
         "uverbs_std_types_mr.c",
         Family.DMABUF_REQUEST,
-        run=Run.ALL,
+        run=Kept.ALL,
     ),
     _request("registration in uverbs, by command", Name("ib_uverbs_reg_mr"), "uverbs_cmd.c"),
     _request(
@@ -292,13 +303,13 @@ FUNCTIONS: tuple[KernelFunction, ...] = (
     _inner(
         *("io_uring's fixed buffers", "io_uring/rsrc.c", Family.IO_URING, CallDepth.DRIVER),
         "io_sqe_buffers_register",
-        run=Run.ALL,
+        run=Kept.ALL,
         watch=False,
     ),
     _inner(
         *("io_uring's pin", "io_uring/memmap.c, rsrc.c", Family.IO_PIN, CallDepth.UMEM, "io_pin_pages"),
         returns=Returns.POINTER,
-        run=Run.ALL,
+        run=Kept.ALL,
         watch=False,
     ),
     _inner(
@@ -307,7 +318,7 @@ FUNCTIONS: tuple[KernelFunction, ...] = (
         Name("ib_umem_get", "", "by 7.3"),
         module="ib_core",
         returns=Returns.POINTER,
-        run=Run.ALL,
+        run=Kept.ALL,
     ),
     _inner(
         *("the dma-buf umem", f"{_IB}/core/umem_dmabuf.c", Family.DMABUF, CallDepth.UMEM),
@@ -315,7 +326,7 @@ FUNCTIONS: tuple[KernelFunction, ...] = (
         Name("ib_umem_dmabuf_get", "5.12"),
         module="ib_uverbs",
         returns=Returns.POINTER,
-        run=Run.ALL,
+        run=Kept.ALL,
     ),
     _inner("the dma-buf", _DMA_BUF, Family.DMABUF, CallDepth.GUP, "dma_buf_get", returns=Returns.POINTER),
     # Inline before 5.15.
@@ -343,7 +354,7 @@ FUNCTIONS: tuple[KernelFunction, ...] = (
     KernelFunction(
         *("migration", _names("migrate_pages"), _MIGRATE, (Family.MIGRATE,), "", Returns.INT),
         CallDepth.MIGRATE,
-        run=Run.ALL,
+        run=Kept.ALL,
         watch=(Watch.MIGRATION,),
     ),
     _inner(

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from regrepro.explain.text import errno_of
-from regrepro.judge.layer_table import LAYERS, Memory
+from regrepro.judge.layer_table import LAYERS, MemoryKind
 from regrepro.judge.layers import Call, Decision, Layer, decide
 from regrepro.judge.tracefacts import Trace
 
@@ -51,7 +51,7 @@ class Failure:
         """Ask the judge which layer it is, or which are left."""
         if self.layer is not None:
             return Decision(Layer(self.layer, self.layer_why), (self.layer,), self.layer_why)
-        memory = {HOST: Memory.HOST, GPU: Memory.GPU}.get(self.buffer or "")
+        memory = {HOST: MemoryKind.HOST, GPU: MemoryKind.GPU}.get(self.buffer or "")
         decision = decide(Call.of_log(self.trace, self.call, self.errno or "", memory))
         if not self.left:
             return decision

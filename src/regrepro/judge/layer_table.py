@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 
-class Memory(Enum):
+class MemoryKind(Enum):
     """What is registered."""
 
     HOST = "host memory"
@@ -47,28 +47,28 @@ class LayerRow:
     gpu: tuple[str, ...] = ()
     dmabuf: tuple[str, ...] = ()
 
-    def errnos(self, memory: Memory | None) -> tuple[str, ...]:
+    def errnos(self, memory: MemoryKind | None) -> tuple[str, ...]:
         """The errnos that it gives for this memory; None: it is not known whether host's or a GPU's."""
         if memory is None:
             return tuple(dict.fromkeys((*self.host, *self.gpu)))
-        return {Memory.HOST: self.host, Memory.GPU: self.gpu, Memory.DMABUF: self.dmabuf}[memory]
+        return {MemoryKind.HOST: self.host, MemoryKind.GPU: self.gpu, MemoryKind.DMABUF: self.dmabuf}[memory]
 
-    def gives(self, errno: str, memory: Memory | None) -> bool:
+    def gives(self, errno: str, memory: MemoryKind | None) -> bool:
         """Whether it gives this errno ("" for one that is not told) for this memory."""
         errnos = self.errnos(memory)
         return errno in errnos if errno else bool(errnos)
 
-    def why_not(self, errno: str, memory: Memory | None) -> str:
+    def why_not(self, errno: str, memory: MemoryKind | None) -> str:
         """Say why it does not give this errno for this memory."""
         errnos = self.errnos(memory)
         if errnos:
             gives = f"{', '.join(errnos[:-1])} or {errnos[-1]}" if len(errnos) > 1 else errnos[0]
             return f"it gives {gives}, not {errno}" if len(errnos) < 4 else f"it does not give {errno}"
-        if memory is Memory.DMABUF:
+        if memory is MemoryKind.DMABUF:
             return "a DMA-BUF is not pinned by get_user_pages, not charged to the limit, no peer memory"
         if self.dmabuf:
             return "the call is no registration of a DMA-BUF"
-        if memory is Memory.GPU:
+        if memory is MemoryKind.GPU:
             return "the buffer is GPU memory, which has no host page to pin or move"
         return "the buffer is host memory" if self.gpu else "the call is a registration"
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from regrepro.judge.facts import Buffer, Facts, Pass, Pin, Registration
-from regrepro.judge.layer_table import Memory
+from regrepro.judge.layer_table import MemoryKind
 from regrepro.judge.narrowing import narrow
 from regrepro.judge.pagestate import PageState, cache_references, whole_number
 from regrepro.judge.rules import TRANSIENT
@@ -71,14 +71,14 @@ class Call:
     buffer: Buffer | None
     log: bool = False
     """It stands in somebody's log: what that does not show may have been there."""
-    memory: Memory | None = None
+    memory: MemoryKind | None = None
     """What a log says was registered."""
 
     @classmethod
-    def of_log(cls, trace: Trace, verb: str, errno: str, memory: Memory | None) -> Call:
+    def of_log(cls, trace: Trace, verb: str, errno: str, memory: MemoryKind | None) -> Call:
         """Return a call of which a log tells no more than this; `errno` "" where it tells none."""
         if "dmabuf" in verb or trace.of(Family.DMABUF, Family.DMABUF_REQUEST):
-            verb, memory = DMABUF_VERB, Memory.DMABUF
+            verb, memory = DMABUF_VERB, MemoryKind.DMABUF
         elif trace.of(Family.IO_URING, Family.IO_PIN):
             verb = "io_uring_register_buffers"
         facts = Facts({}, [], None, [], None, [], {})
@@ -653,9 +653,9 @@ def decide(call: Call) -> Decision:
             return Decision(layer, (layer.name,), layer.why)
     reg, memory = call.registration, call.memory
     if reg.verb == DMABUF_VERB:
-        memory = Memory.DMABUF
+        memory = MemoryKind.DMABUF
     elif call.buffer is not None:
-        memory = Memory.GPU if call.buffer.on_gpu else Memory.HOST
+        memory = MemoryKind.GPU if call.buffer.on_gpu else MemoryKind.HOST
     left = narrow(call.trace, reg.errno or "", memory, io_uring=not reg.through_umem)
     if call.log and left.shown:
         return Decision(Layer(left.candidates[0], left.why), left.candidates, left.why)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from regrepro.errors import errno_name
-from regrepro.judge.layer_table import ROWS, At, Memory
+from regrepro.judge.layer_table import ROWS, At, MemoryKind
 from regrepro.judge.tracefacts import Trace
 from regrepro.kernel_functions import Family, of_family
 
@@ -33,14 +33,14 @@ class Narrowed:
     shown: bool = False
 
 
-def narrow(trace: Trace, errno: str, memory: Memory | None, *, io_uring: bool = False) -> Narrowed:
+def narrow(trace: Trace, errno: str, memory: MemoryKind | None, *, io_uring: bool = False) -> Narrowed:
     """Say which layers fit a call that failed with `errno` ("": not told), and what excludes the others."""
     shown = _shown(trace)
     if shown is not None:
         return Narrowed((shown[0],), shown[1], shown=True)
     pin, umem = trace.failed(*_IN_PIN), trace.failed(Family.UMEM, Family.IO_PIN)
-    if memory is not Memory.DMABUF and (pin or umem) not in (None, EFAULT):
-        memory = Memory.HOST  # of a GPU's address GUP knows no page
+    if memory is not MemoryKind.DMABUF and (pin or umem) not in (None, EFAULT):
+        memory = MemoryKind.HOST  # of a GPU's address GUP knows no page
     told = _errno(pin) or _errno(umem) or errno
     at, why, gone = _place(trace, pin, umem, io_uring=io_uring)
     candidates, excluded = [], {}

@@ -5,9 +5,9 @@ Which of a function's names exist and can be probed is asked of the kernel, by t
 
 from __future__ import annotations
 
-from regrepro.kernel_functions import BY_NAME, FUNCTIONS, KernelFunction, Returns, Run
+from regrepro.kernel_functions import BY_NAME, FUNCTIONS, Kept, KernelFunction, Returns
 
-PROBED: tuple[KernelFunction, ...] = tuple(row for row in FUNCTIONS if row.run is not Run.NOTHING)
+PROBED: tuple[KernelFunction, ...] = tuple(row for row in FUNCTIONS if row.run is not Kept.NOTHING)
 GUP_FUNCTIONS = frozenset(name for row in PROBED if row.arguments for name in row.names)
 
 
