@@ -53,11 +53,11 @@ VERBS_PACKAGES=(ibverbs-providers libibverbs1 python3-pyverbs)
 lab_packages() {
 	echo "$(qemu_package)" busybox-static file kmod iproute2 udev apt dpkg libarchive-tools zstd debian-archive-keyring
 }
-# What the checks of scripts/test and the baselines of scripts/bench need; bpftrace is what `regrepro watch` runs on
-# old kernels, in the guest too, and beside it the lab's tests run programs of others.
+# What the checks of scripts/test and the baselines of scripts/bench need. What `regrepro watch` is built with: libbpf
+# and what it needs, to be linked in. The lab's tests run programs of others beside ours.
 LINT_PACKAGES=(cppcheck shellcheck)
-WATCH_PACKAGES=(bpftrace)
-OTHERS_PACKAGES=(git ibverbs-utils perftest runc systemd)
+WATCH_PACKAGES=(libbpf-dev libelf-dev zlib1g-dev libzstd-dev)
+OTHERS_PACKAGES=(bpftrace git ibverbs-utils perftest runc systemd)
 # A Slurm of the tests' own, for docs/gates.md: they start its daemons, in namespaces. Where systemd runs, Debian
 # starts a munged of its own at installation; slurmd and slurmctld wait for a configuration that nobody writes.
 SLURM_PACKAGES=(munge slurm-client slurm-wlm-basic-plugins slurmctld slurmd iproute2)
@@ -149,6 +149,19 @@ need_venv() {
 	printf '%s %s\n' "$digest" "${wanted//,/ }" >"$stamp"
 }
 
+# Build what `regrepro watch` needs beside the core, with zig's C compiler from PyPI.
+need_bpf() {
+	local out=$ROOT/src/regrepro/_bpf digest
+	digest=$(cd "$ROOT" && find csrc/bpf csrc/libbpf csrc/build_bpf.py -type f -print0 | LC_ALL=C sort -z | xargs -0 sha256sum | sha256sum)
+	[[ ! -f $out/digest || $(<"$out/digest") != "$digest" ]] || return 0
+	say "Building watch's BPF programs"
+	"$VENV/bin/python" -c 'import ziglang' 2>/dev/null ||
+		logged "$CACHE/zig.log" "$VENV/bin/python" -m pip install -q ziglang || die "pip could not install ziglang (above)"
+	logged "$CACHE/bpf.log" env ZIG_GLOBAL_CACHE_DIR="$CACHE/zig" ZIG_LOCAL_CACHE_DIR="$CACHE/zig" \
+		"$VENV/bin/python" "$ROOT/csrc/build_bpf.py" "$out" || die "watch's BPF programs could not be built (above)"
+	printf '%s\n' "$digest" >"$out/digest"
+}
+
 # One set-up at a time in a checkout. The lock ends with the subshell that holds it.
 # set_up "PACKAGE..." EXTRA...
 set_up() {
@@ -160,5 +173,6 @@ set_up() {
 		# shellcheck disable=SC2086
 		need_packages $packages
 		need_venv "$@"
+		[[ $packages != *libbpf-dev* ]] || need_bpf
 	) 9>"$CACHE/set-up.lock"
 }

@@ -11,7 +11,6 @@
 #include "iouring.h"
 #include "memory.h"
 #include "pin.h"
-#include "uprobe.h"
 #include "verbs.h"
 
 #include <errno.h>
@@ -233,130 +232,6 @@ static void exercise_verbs(const char *library)
 	free(bytes);
 }
 
-#define RING_PAGES 2
-
-/* Random words in a ring, and in the positions: nothing outside of it is read, and it ends. */
-static void exercise_uprobe_garbage(uint8_t *ring, size_t page, struct rr_uprobe_hit *hits, size_t room,
-				    uint8_t *stacks)
-{
-	struct perf_event_mmap_page *control = (struct perf_event_mmap_page *)ring;
-	struct rr_uprobe_tally tally = { 0 };
-	size_t index, found = 0, round, words = RING_PAGES * page / sizeof(uint64_t);
-	uint64_t *data = (uint64_t *)(ring + page);
-
-	srand(5);
-	for (round = 0; round < 3000; round++) {
-		for (index = 0; index < words; index++) {
-			/* Headers of all kinds, small lengths, the ABI's 2, sent numbers, now and then anything. */
-			uint64_t size = 8 * ((uint64_t)rand() % (rr_uprobe_record_bytes(0) / 8 + 20));
-			uint64_t some[] = { size << 48 | PERF_RECORD_SAMPLE, 2, size, size << 48 | (rand() % 20),
-					    (uint64_t)rand() << 32 | 4, (uint64_t)rand() << 33 | rand() };
-
-			data[index] = some[rand() % 64 ? rand() % 5 : 5];
-		}
-		control->data_tail = 8 * (uint64_t)rand() + (round % 50 ? 0 : rand() % 8);
-		control->data_head = control->data_tail + 8 * (uint64_t)(rand() % (words + words / 8));
-		if (round % 51 == 0)
-			control->data_head = rand();
-		while ((index = rr_uprobe_drain((uintptr_t)ring, RING_PAGES, hits, room, stacks, &tally)) == room)
-			found += index;
-		found += index;
-		CHECK(control->data_tail == control->data_head);
-	}
-	CHECK(found && tally.unreadable && tally.foreign && tally.throttled);
-}
-
-/* On a machine and for a user that may: nothing runs, everything is opened and closed. */
-static void exercise_uprobe_events(void)
-{
-	static const struct rr_uprobe_zero every, bad[] = { { 0, 0, 2 }, { 32, 0, 8 }, { -1, 8, 16 } };
-	uintptr_t address, count;
-	unsigned int type = 0;
-	uint32_t key = 0;
-	size_t index;
-	char log[4096] = "x";
-	FILE *file = fopen("/sys/bus/event_source/devices/uprobe/type", "r");
-	int rings = rr_uprobe_rings_open(4), lost = rr_bpf_counter_open("test"), ring = rr_uprobe_ring_open(0, 256);
-	int program = rr_uprobe_program(7, rings, lost, &every, log, sizeof(log)), event;
-
-	CHECK(!*log);
-	if (!file || fscanf(file, "%u", &type) != 1 || rings < 0 || lost < 0 || program < 0 || ring < 0) {
-		printf("skip uprobes: maps %d %d, program %d, ring %d\n", rings, lost, program, ring);
-	} else {
-		CHECK(rr_bpf_answer() == -EINVAL);
-		CHECK(rr_uprobe_ring_map(ring, 3, &address) == -EINVAL && !address);
-		CHECK(rr_uprobe_ring_map(ring, 0, &address) == -EINVAL && !address);
-		CHECK(rr_uprobe_ring_map(ring, RING_PAGES, &address) == 0 && address);
-		CHECK(rr_uprobe_ring_runs(ring) == 1);
-		CHECK(rr_bpf_map_set(rings, &key, &ring) == 0);
-		key = 4;
-		CHECK(rr_bpf_map_set(rings, &key, &ring) == -E2BIG);
-		key = 0;
-		CHECK(rr_bpf_map_unset(rings, &key) == 0);
-		CHECK(rr_bpf_map_unset(rings, &key) == -ENOENT);
-		CHECK(rr_bpf_counter_map(lost, &count) == 0 && count && rr_bpf_counter(count) == 0);
-		CHECK(rr_bpf_counter_unmap(count) == 0);
-		CHECK(rr_uprobe_open(type, 0, "/nonexistent", 0, 0) == -ENOENT);
-		event = rr_uprobe_open(type, 0, "/proc/self/exe", 0, 0);
-		CHECK(event >= 0);
-		CHECK(rr_uprobe_start(event, -1) == -EBADF);
-		CHECK(rr_uprobe_start(event, rings) == -EINVAL);
-		CHECK(rr_uprobe_start(event, program) == 0);
-		close(event);
-		CHECK(rr_uprobe_ring_unmap(address, RING_PAGES) == 0);
-		for (index = 0; index < sizeof(bad) / sizeof(bad[0]); index++)
-			CHECK(rr_uprobe_program(7, rings, lost, &bad[index], log, sizeof(log)) == -EINVAL && !*log);
-		for (index = 0; index < 4; index++) {
-			const struct rr_uprobe_zero zero = { index & 1 ? 3 : -1, 16, index & 2 ? 8 : 4 };
-
-			event = rr_uprobe_program(7, rings, lost, &zero, log, sizeof(log));
-			CHECK(event >= 0 && !*log);
-			close(event);
-		}
-		/* The maps the wrong way round: the verifier says what it does not like. */
-		event = rr_uprobe_program(7, lost, rings, &every, log, sizeof(log));
-		CHECK((event == -EINVAL || event == -EACCES) && strstr(log, "map"));
-	}
-	if (program >= 0)
-		close(program);
-	if (ring >= 0)
-		close(ring);
-	if (rings >= 0)
-		close(rings);
-	if (lost >= 0)
-		close(lost);
-	if (file)
-		fclose(file);
-	CHECK(rr_uprobe_ring_open(1 << 20, 0) < 0);
-	CHECK(rr_uprobe_ring_map(-1, 1, &address) == -EBADF);
-	CHECK(rr_uprobe_ring_runs(-1) == -EBADF);
-	CHECK(rr_uprobe_start(-1, -1) == -EBADF);
-	CHECK(rr_bpf_counter_map(-1, &count) == -EBADF && !count);
-	CHECK(rr_bpf_map_set(-1, &key, &lost) < 0);
-	CHECK(rr_uprobe_program(7, -1, -1, &every, log, sizeof(log)) < 0);
-}
-
-static void exercise_uprobe(size_t page)
-{
-	size_t room = RING_PAGES * page / rr_uprobe_record_bytes(0) + 1;
-	struct rr_uprobe_hit *hits = malloc(room * sizeof(*hits));
-	uint8_t *ring = malloc((RING_PAGES + 1) * page);
-	uint8_t *stacks = malloc(RING_PAGES * page);
-
-	CHECK(!rr_uprobe_register(64));
-	if (!hits || !ring || !stacks)
-		abort();
-	memset(ring, 0, (RING_PAGES + 1) * page);
-	exercise_uprobe_garbage(ring, page, hits, room, stacks);
-	exercise_uprobe_garbage(ring, page, hits, 1, stacks);
-	exercise_uprobe_events();
-	free(hits);
-	free(ring);
-	free(stacks);
-}
-
-#define BPF_HASH 1 /* BPF_MAP_TYPE_HASH */
-#define BPF_KPROBE 2 /* BPF_PROG_TYPE_KPROBE */
 #define BPF_RING 256
 
 /* Random heads in a ring, positions and rooms: nothing outside is read or written, and it goes on or says EBADMSG. */
@@ -402,61 +277,6 @@ static void exercise_bpf_garbage(uint8_t *ring, size_t page)
 	CHECK(found && refused && waited);
 }
 
-/* On a machine and for a user that may. */
-static void exercise_bpf_live(size_t page)
-{
-	static const uint8_t insns[2][8] = { { 0xb7 }, { 0x95 } }; /* r0 = 0; exit */
-	static const char name[] = "a_name_that_is_too_long";
-	struct rr_bpf_program program = { .name = name, .type = BPF_KPROBE, .insns = insns[0], .count = 2 };
-	int hash = rr_bpf_map(BPF_HASH, sizeof(uint64_t), sizeof(uint64_t), 4, 0, name);
-	int ring = rr_bpf_ring_open((uint32_t)page), loaded;
-	uint64_t key, next, value, seen = 0;
-	struct rr_bpf_ring mapped;
-	char log[4096] = "x";
-	uint8_t out[64];
-
-	loaded = rr_bpf_load(&program, log, sizeof(log));
-	CHECK(!*log);
-	if (hash < 0 || ring < 0 || loaded < 0) {
-		printf("skip bpf: map %d, ring %d, program %d\n", hash, ring, loaded);
-	} else {
-		CHECK(rr_bpf_map_next(hash, NULL, &next) == -ENOENT);
-		for (key = 1; key <= 4; key++) {
-			value = 10 * key;
-			CHECK(rr_bpf_map_get(hash, &key, &next) == -ENOENT);
-			CHECK(rr_bpf_map_set(hash, &key, &value) == 0);
-			CHECK(rr_bpf_map_get(hash, &key, &next) == 0 && next == value);
-		}
-		CHECK(rr_bpf_map_set(hash, &key, &value) == -E2BIG);
-		for (key = 0; !rr_bpf_map_next(hash, key ? &key : NULL, &next); key = next)
-			seen |= 1u << next;
-		CHECK(seen == 0x1e);
-		key = 3;
-		CHECK(rr_bpf_map_unset(hash, &key) == 0 && rr_bpf_map_unset(hash, &key) == -ENOENT);
-		CHECK(rr_bpf_map_get(hash, &key, &value) == -ENOENT);
-		CHECK(rr_bpf_map_next(hash, &key, &next) == 0 && next != 3);
-		CHECK(rr_bpf_ring_map(ring, (uint32_t)page + 8, &mapped) == -EINVAL && !mapped.producer);
-		CHECK(rr_bpf_ring_map(ring, 0, &mapped) == -EINVAL && !mapped.consumer);
-		CHECK(rr_bpf_ring_map(ring, (uint32_t)page, &mapped) == 0 && mapped.bytes == page);
-		CHECK(rr_bpf_ring_take(&mapped, out, sizeof(out)) == 0 && rr_bpf_ring_empty(&mapped) == 1);
-		CHECK(rr_bpf_ring_unmap(&mapped) == 0 && !mapped.producer && !mapped.bytes);
-		CHECK(rr_bpf_attach(loaded) < 0);
-		program.count = 1; /* it runs off its end */
-		CHECK(rr_bpf_load(&program, log, sizeof(log)) == -EINVAL && *log);
-		CHECK(rr_bpf_btf("no_such_module") < 0);
-	}
-	if (hash >= 0)
-		close(hash);
-	if (ring >= 0)
-		close(ring);
-	if (loaded >= 0)
-		close(loaded);
-	CHECK(rr_bpf_ring_open((uint32_t)page + 8) < 0);
-	CHECK(rr_bpf_ring_map(-1, (uint32_t)page, &mapped) == -EBADF && !mapped.producer && !mapped.consumer);
-	CHECK(rr_bpf_map_get(-1, &key, &value) < 0 && rr_bpf_map_next(-1, NULL, &next) < 0);
-	CHECK(rr_bpf_attach(-1) < 0);
-}
-
 static void exercise_bpf(size_t page)
 {
 	uint8_t *ring = malloc(page + (size_t)2 * BPF_RING);
@@ -464,7 +284,6 @@ static void exercise_bpf(size_t page)
 	if (!ring)
 		abort();
 	exercise_bpf_garbage(ring, page);
-	exercise_bpf_live(page);
 	free(ring);
 }
 
@@ -478,10 +297,6 @@ int main(int count, char **arguments)
 	exercise_memory(page);
 	exercise_ring(page);
 	exercise_bpf(page);
-	if (rr_uprobe_register(0))
-		exercise_uprobe(page);
-	else
-		printf("skip uprobes: the registers of this architecture are not known\n");
 	for (index = 0; index < sizeof(lengths) / sizeof(lengths[0]); index++) {
 		exercise_pin("process-vm", rr_pin_process_vm, page, lengths[index]);
 		exercise_pin("vmsplice", rr_pin_vmsplice, page, lengths[index]);

@@ -213,7 +213,7 @@ def looks_of(watcher: Watcher, pid: int) -> list[tuple[Any, ...]]:
     return [
         (event["after_seconds"], event["lists"], (event["pages"] or {}).get("refcount"), event["ended"])
         for event in (read_record(Path(lines[-1]["record"])).events if lines else [])
-        if event["event"] == "look" and event["variant"] == lines[-1]["failure"]
+        if event["event"] == "look" and event.get("failure") == lines[-1]["failure"]
     ]
 
 

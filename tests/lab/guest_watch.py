@@ -137,13 +137,13 @@ def with_device(name: str, body: Callable[[verbs.ProtectionDomain], None]) -> Ca
 def events_of(line: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the events of a failure's pass in the record, by type."""
     record = read_record(Path(line["record"]))
-    return {event["event"]: event for event in record.events if event.get("variant") == line["failure"]}
+    return {event["event"]: event for event in record.events if event.get("failure") == line["failure"]}
 
 
 def verdict_of(line: dict[str, Any]) -> dict[str, Any]:
     """Return what is to be said of a failure by its record, as it is by now."""
     verdicts = judge.judge_record(read_record(Path(line["record"])))["verdicts"]
-    return next(item for item in verdicts if item["variant"] == line["failure"])
+    return next(item for item in verdicts if item.get("failure") == line["failure"])
 
 
 def only(name: str, found: list[dict[str, Any]]) -> dict[str, Any] | None:
@@ -173,7 +173,7 @@ def held(watcher: Watcher, name: str, refusal: bool) -> None:
                 pin = take(buffer.address, buffer.length)
                 why = refused(lambda: pd.reg_mr_iova2(buffer.address, buffer.length, buffer.address, ACCESS))
                 os.write(write, json.dumps([why, buffer.address]).encode())
-                time.sleep(3)
+                time.sleep(8)
                 pin.release()
                 refused(lambda: pd.reg_mr_iova2(buffer.address, buffer.length, buffer.address, ACCESS))
 
@@ -571,7 +571,7 @@ def rotates(watcher: Watcher) -> None:
             for line in watcher.lines
             if line["record"] == str(path)
         }
-        judged = {item["variant"]: item.get("class") or item["reason"] for item in verdicts["verdicts"]}
+        judged = {item.get("failure"): item.get("class") or item["reason"] for item in verdicts["verdicts"]}
         for both in (said, judged):
             both.update({name: what["state"] for name, what in both.items() if isinstance(what, dict)})
         check("the judge says the same of the record as watch did", said == judged, f"{said} {judged}")

@@ -20,7 +20,7 @@ KERNEL, CUDA = ("guest_kernel.py",), ("guest_cuda.py",)
 REFUSES, REGISTERS = ("--expect-refusal", "yes"), ("--expect-refusal", "no")
 TRACE = ("guest_trace.py", *REFUSES)
 WATCH = ("guest_watch.py", *REFUSES)
-UPROBES = ("guest_uprobes.py",)
+UNTYPED = ("guest_watch_untyped.py",)
 CPROGRAM = ("guest_cprogram.py",)
 
 
@@ -89,15 +89,19 @@ ROWS = [
     ),
     Row("7.3", LabOptions("7.3"), (("guest_audit.py", "none"), ("guest_container.py",))),
     *(
-        Row(f"{series}, two CPUs", LabOptions(series, memory=2 * GIB, cpus=2), (UPROBES,))
-        for series in ("7.3", "6.12", "6.1", "5.10")
-    ),
-    *(
         Row(f"{series} movablecore=512M", LabOptions(series, ("movablecore=512M",)), programs)
         for series, programs in (
             (
                 "6.12",
-                (KERNEL, ("guest_audit.py", "movablecore"), ("guest_core.py", *REFUSES), TRACE, CUDA, WATCH),
+                (
+                    KERNEL,
+                    ("guest_audit.py", "movablecore"),
+                    ("guest_core.py", *REFUSES),
+                    TRACE,
+                    CUDA,
+                    WATCH,
+                    UNTYPED,
+                ),
             ),
             (
                 "6.1",

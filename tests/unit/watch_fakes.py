@@ -40,16 +40,12 @@ ADDRESS, LENGTH = 0x7F0000000000, 32768
 HANDLER, DMABUF_HANDLER = "ib_uverbs_reg_mr", "ib_uverbs_handler_UVERBS_METHOD_REG_DMABUF_MR"
 DRIVER, GUP, PIN = "rxe_reg_user_mr", "__gup_longterm_locked", "pin_user_pages_fast"
 FUNCTIONS = Functions(
-    entries=[Function(name, "ib_uverbs", ("attrs",)) for name in (HANDLER, DMABUF_HANDLER)],
-    drivers=[
-        Function(DRIVER, "rdma_rxe", ("ibpd", "start", "length", "iova", "access", "udata"), Returns.POINTER)
-    ],
-    pins=[
-        Function(name, "", ("start", "nr_pages", "gup_flags", "pages")) for name in (PIN, "pin_user_pages")
-    ],
-    inner=[Function(GUP, "", ("mm",), Returns.LONG)],
-    open=Function("ib_uverbs_open", "ib_uverbs", ("inode", "filp")),
-    migrate=Function("migrate_pages", "", ("from", "a", "b", "c", "mode", "reason", "ret_succeeded")),
+    entries=[Function(name, "ib_uverbs") for name in (HANDLER, DMABUF_HANDLER)],
+    drivers=[Function(DRIVER, "rdma_rxe", Returns.POINTER)],
+    pins=[Function(name, "") for name in (PIN, "pin_user_pages")],
+    inner=[Function(GUP, "", Returns.LONG)],
+    open=Function("ib_uverbs_open", "ib_uverbs"),
+    migrate=Function("migrate_pages", ""),
     reasons={9: "longterm_pin"},
 )
 FLAGS = FlagNames({"FOLL_WRITE": 1, "FOLL_LONGTERM": 256}, "a test")

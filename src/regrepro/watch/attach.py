@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import resource
-import struct
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from regrepro.errors import EnvironmentProblem
@@ -14,7 +12,7 @@ from regrepro.kernel import trace_flags
 from regrepro.kernel.btf import Btf, BtfError
 from regrepro.kernel.trace_flags import FlagNames
 from regrepro.kernel.trace_fs import lockdown
-from regrepro.watch.bpf_engine import BpfEngine
+from regrepro.watch.bpf.engine import BpfEngine, RequestOffsets
 from regrepro.watch.correlate import Correlator
 from regrepro.watch.functions import (
     KALLSYMS,
@@ -25,11 +23,13 @@ from regrepro.watch.functions import (
     loaded_modules,
     without_coming,
 )
-from regrepro.watch.program import Layout, PageOffsets, RequestOffsets, TaskOffsets
 from regrepro.watch.registrations import Account
 from regrepro.watch.watch_settings import PINS, WatchSettings
 
 ENGINE = "bpf"  # the name of what follows the kernel, in records
+_HERE = Path(__file__).parents[1] / "_bpf"
+BTF = Path("/sys/kernel/btf/vmlinux")
+FILES = _HERE / "follow", _HERE / "registrations.bpf.o"
 
 
 def require_rights() -> None:
@@ -59,7 +59,7 @@ class FollowedKernel:
 
     functions: Functions
     flags: FlagNames
-    layout: Layout = field(default_factory=Layout)
+    request: RequestOffsets | None = None
     modules: frozenset[str] = frozenset()  # that are loaded
 
     @classmethod
@@ -75,25 +75,36 @@ class FollowedKernel:
                 why="the module is not loaded, or its symbols are hidden",
                 hint="modprobe ib_uverbs; sysctl kernel.kptr_restrict must not be 2",
             )
-        pages = task = request = None
+        request = None
         with suppress(BtfError):
-            if btf.kernel is not None:
-                pages, task = page_offsets(btf.kernel), task_offsets(btf.kernel)
             bundle = btf.of_module(functions.entries[0].module)
             if bundle is not None:
                 request = request_offsets(bundle)
-        return cls(functions, trace_flags.of_running_kernel(), Layout(pages, task, request), modules)
+        return cls(functions, trace_flags.of_running_kernel(), request, modules)
 
     def start_engine(
         self, correlator: Correlator, settings: WatchSettings, account: Account | None
     ) -> BpfEngine:
         """Start to follow the functions. Raises EnvironmentProblem where the kernel does not let it."""
+        if not all(path.exists() for path in FILES):
+            raise EnvironmentProblem(
+                "this installation has no BPF programs for watch",
+                why=f"there is no {FILES[1]}",
+                hint="install the wheel; in a checkout, scripts/test builds them",
+            )
+        if not BTF.exists():
+            raise EnvironmentProblem(
+                "this kernel does not describe its types, which watch's BPF programs need",
+                why=f"there is no {BTF} (CONFIG_DEBUG_INFO_BTF)",
+                hint="`regrepro run` and `regrepro explain` do without",
+            )
         try:
             return BpfEngine(
                 self.functions,
                 correlator,
-                self.layout,
-                plain_pins=PINS[settings.pins],
+                self.request,
+                files=FILES,
+                short_term_pins=PINS[settings.pins],
                 longterm=self.flags.values.get("FOLL_LONGTERM", 0),
                 unpins=settings.pins == "unpins",
                 account=account,
@@ -102,8 +113,7 @@ class FollowedKernel:
             raise EnvironmentProblem(
                 "this kernel does not take watch's BPF programs",
                 why=": ".join(str(part) for part in (error.filename, error.strerror) if part),
-                hint="they need Linux 5.11 or later with BTF of its modules (/sys/kernel/btf); "
-                "`regrepro run` and `regrepro explain` do without",
+                hint="they are tried on Linux 6.1 and later; `regrepro run` and `explain` do without",
             ) from None
 
     def follow_modules(self, engine: BpfEngine) -> tuple[list[str], list[str]]:
@@ -118,35 +128,6 @@ class FollowedKernel:
         found = find_functions(BtfFunctions(), KALLSYMS.read_bytes(), dict.fromkeys(loaded, True))
         without_coming(found, loaded)
         return sorted(new), engine.follow_new(self.functions, found)
-
-
-def page_offsets(btf: Btf) -> PageOffsets | None:
-    """Return where struct page has what is told of a page that would not move; None where BTF lacks it."""
-    lru = btf.offset("page", "lru")
-    if lru is None:
-        lru = btf.offset("folio", "lru")
-    flags, refcount, mapcount = (btf.offset("page", name) for name in ("flags", "_refcount", "_mapcount"))
-    if lru is None or flags is None or refcount is None or mapcount is None:
-        return None
-    pincount = btf.offset("folio", "_pincount")
-    return PageOffsets(lru, flags, refcount, mapcount, pincount if pincount is not None else refcount)
-
-
-def task_offsets(btf: Btf) -> TaskOffsets | None:
-    """Return where the kernel has what is told of a process whose request failed; None before 5.5, where
-    start_boottime has another name.
-    """
-    leader, start, its_signal, mm = (
-        btf.offset("task_struct", name) for name in ("group_leader", "start_boottime", "signal", "mm")
-    )
-    limits, pinned = btf.offset("signal_struct", "rlim"), btf.offset("mm_struct", "pinned_vm")
-    if leader is None or start is None or its_signal is None:
-        return None
-    if mm is None or limits is None or pinned is None:
-        return None
-    # struct rlimit has two unsigned longs (include/uapi/linux/resource.h).
-    memlock = limits + resource.RLIMIT_MEMLOCK * 2 * struct.calcsize("L")
-    return TaskOffsets(leader, start, its_signal, memlock, mm, pinned)
 
 
 def request_offsets(btf: Btf) -> RequestOffsets | None:

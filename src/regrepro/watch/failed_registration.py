@@ -10,10 +10,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from regrepro.errors import errno_name
-from regrepro.watch.program import REQUESTS, attribute_index
 
 # So long after the kernel's word the library's of the same thread is of the same call, whatever it names.
 _SAME_CALL_NS = 100_000_000
+
+# The attributes of requests that are not of struct ib_uverbs_reg_mr: start, length, iova, access, fd; from
+# the enums uverbs_attrs_reg_*_cmd_attr_ids in include/uapi/rdma/ib_user_ioctl_cmds.h.
+REQUESTS = {
+    "ib_uverbs_handler_UVERBS_METHOD_REG_MR": (4, 5, 3, 6, 7),
+    "ib_uverbs_handler_UVERBS_METHOD_REG_DMABUF_MR": (2, 3, 4, 6, 5),
+}
+
+
+def attribute_index(identifier: int) -> int:
+    """Return where an attribute of the core stands in attrs and attr_present: uapi_key_attr() and
+    uapi_bkey_attr(), include/rdma/uverbs_ioctl.h; the odd places are of drivers' attributes.
+    """
+    return identifier << 1
 
 
 @dataclass

@@ -1,19 +1,12 @@
-"""Kernel functions to follow: which of them this kernel has, and how each can be followed.
-
-A function that BTF describes is followed by a trampoline at its entry and exit (fentry, fexit: bpftrace's
-`kfunc`, `kretfunc`), which costs a tenth of a kprobe and shows arguments at the return; any other by a kprobe
-and a kretprobe. Sources: /proc/kallsyms, /sys/kernel/btf.
-"""
+"""Kernel functions to follow: which of them this kernel has. Sources: /proc/kallsyms, /sys/kernel/btf."""
 
 from __future__ import annotations
 
-import re
-import struct
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from regrepro.kernel.btf import Btf, BtfError, Signature
+from regrepro.kernel.btf import Btf, BtfError
 from regrepro.kernel_functions import FUNCTIONS, REASONS, KernelFunction, Returns, Watch, watched
 
 KALLSYMS = Path("/proc/kallsyms")
@@ -21,30 +14,15 @@ BTF_DIRECTORY = Path("/sys/kernel/btf")
 
 # Modules whose functions are followed, and that may be loaded at any time.
 MODULES = frozenset(row.module for row in (*watched(Watch.DRIVER), *watched(Watch.FAILURE)) if row.module)
-_MOST_PARAMETERS = 6
-_DMABUF_FD = (
-    5  # position from 0 of access_flags in a driver's reg_user_mr_dmabuf: (pd, start, length, iova, fd, …)
-)
 
 
 @dataclass(frozen=True)
 class Function:
-    """A function that can be followed. `parameters`: names by position, None where BTF does not tell.
-
-    `module` is "" for the kernel itself; `type_id`: in BTF, 0 where BTF does not tell. With `parameters`
-    bpftrace follows it by trampolines, else by kprobes.
-    """
+    """A function that can be followed. `module` is "" for the kernel itself."""
 
     name: str
     module: str
-    parameters: tuple[str, ...] | None = None
     returns: Returns = Returns.INT
-    type_id: int = 0
-
-    @property
-    def by_trampoline(self) -> bool:
-        """Whether fentry and fexit are used. bpftrace offers them for what fits in six registers."""
-        return self.parameters is not None and len(self.parameters) <= _MOST_PARAMETERS
 
 
 @dataclass
@@ -66,36 +44,6 @@ class Functions:
         """Every function that is followed."""
         rest = [item for item in (self.open, self.migrate) if item is not None]
         return [*self.entries, *self.drivers, *self.pins, *self.inner, *rest]
-
-    def do_without(self, why: str) -> bool:
-        """Follow the function that bpftrace's complaint names by a kprobe, or, if it was, not at all.
-
-        Return False where the complaint names none that can be done without.
-        """
-        for group in (self.plain_pins, self.inner, self.drivers, self.pins, self.entries):
-            for index, item in enumerate(group):
-                if not _names(why, item):
-                    continue
-                if item.by_trampoline:
-                    group[index] = replace(item, parameters=None)
-                elif group is self.entries and len(group) == 1:
-                    return False
-                else:
-                    del group[index]
-                    self.missing[item.name] = f"bpftrace could not attach to it: {why}"
-                return True
-        for name in ("open", "migrate"):
-            one: Function | None = getattr(self, name)
-            if one is not None and _names(why, one):
-                setattr(self, name, replace(one, parameters=None) if one.by_trampoline else None)
-                if not one.by_trampoline:
-                    self.missing[one.name] = f"bpftrace could not attach to it: {why}"
-                return True
-        return False
-
-
-def _names(why: str, function: Function) -> bool:
-    return re.search(rf"\b{re.escape(function.name)}\b", why) is not None
 
 
 def read_symbols(text: bytes, names: Iterable[str]) -> dict[str, str]:
@@ -146,14 +94,6 @@ class BtfFunctions:
             self._last = module, joined
         return self._last[1]
 
-    def function(self, name: str, module: str) -> Signature | None:
-        """Return a function's signature, None where BTF does not have the function."""
-        types = self.of_module(module)
-        try:
-            return types.function(name) if types is not None else None
-        except (BtfError, struct.error, ValueError):
-            return None
-
     def enum(self, name: str) -> dict[str, int]:
         """Return the values of an enum of the kernel, empty where there is none."""
         try:
@@ -177,22 +117,14 @@ def loaded_modules(directory: Path = Path("/sys/module")) -> frozenset[str]:
     return frozenset(found)
 
 
-def find_functions(
-    btf: BtfFunctions, kallsyms: bytes, modules: Mapping[str, bool], *, trampolines: bool = True
-) -> Functions:
+def find_functions(btf: BtfFunctions, kallsyms: bytes, modules: Mapping[str, bool]) -> Functions:
     """Look up what this kernel has. `modules`: names of the loaded ones (or built in), by `name: True`."""
     symbols = read_symbols(kallsyms, {name for row in FUNCTIONS if row.watch for name in row.names})
     found = Functions()
 
     def make(row: KernelFunction) -> Function | None:
         name = next((item for item in row.names if item in symbols), "")
-        if not name:
-            return None
-        module = symbols[name]
-        given = btf.function(name, module) if trampolines else None
-        if given is None:
-            return Function(name, module, None, row.returns)
-        return Function(name, module, given.parameters, row.returns, given.type_id)
+        return Function(name, symbols[name], row.returns) if name else None
 
     def those(what: Watch) -> list[Function]:
         return [item for row in watched(what) if (item := make(row)) is not None]
@@ -218,8 +150,3 @@ def without_coming(found: Functions, loaded: Collection[str]) -> Functions:
     for group in (found.inner, found.drivers):
         group[:] = [item for item in group if not item.module or item.module in loaded]
     return found
-
-
-def access_position(driver: str) -> int:
-    """Return the position (from 0) of the access flags in a driver's registration function."""
-    return _DMABUF_FD if "dmabuf" in driver else 4

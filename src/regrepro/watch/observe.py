@@ -159,7 +159,12 @@ class Observer:
         return state
 
     def _range(self, failure: FailedRegistration) -> tuple[int, int]:
-        if failure.address is None or not failure.length or failure.length < 0:
+        """Return address and length to look at: what the request asked for, or where that is not known, as
+        the module has no types, what it could not pin.
+        """
+        if failure.address is None:
+            return failed_call(failure) or (0, 0)
+        if not failure.length or failure.length < 0:
             return 0, 0
         if failure.address + failure.length >= 1 << 64:
             return 0, 0

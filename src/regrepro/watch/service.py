@@ -19,7 +19,7 @@ from regrepro.kernel.node import node_facts
 from regrepro.record import SCHEMA, Record
 from regrepro.watch import sinks
 from regrepro.watch.attach import ENGINE, FollowedKernel, require_rights
-from regrepro.watch.bpf_engine import BpfEngine
+from regrepro.watch.bpf.engine import BpfEngine
 from regrepro.watch.correlate import Correlator
 from regrepro.watch.counts import WatchCounts
 from regrepro.watch.evidence import LOOKS, SCENARIO, Evidence

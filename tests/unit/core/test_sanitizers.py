@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[3]
 CSRC = ROOT / "csrc"
 C_TESTS = ROOT / "tests" / "c"
-ROOMS = ("memory", "pin", "iouring", "bpf", "uprobe", "verbs")
+ROOMS = ("memory", "pin", "iouring", "bpf", "verbs")
 WARNINGS = ["-std=gnu11", "-Wall", "-Wextra", "-Werror"]
 
 

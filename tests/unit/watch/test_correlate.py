@@ -20,9 +20,8 @@ from watch_fakes import (
 )
 
 from regrepro.watch import correlate
-from regrepro.watch.failed_registration import Asked, Inner
+from regrepro.watch.failed_registration import REQUESTS, Asked, Inner, attribute_index
 from regrepro.watch.failure_trace import trace_of
-from regrepro.watch.program import REQUESTS, attribute_index
 
 
 def test_a_failure_is_handed_out_at_once_and_is_complete_with_the_librarys_word() -> None:

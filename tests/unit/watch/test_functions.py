@@ -6,7 +6,6 @@ from pathlib import Path
 
 from kernel_fakes import BtfWriter
 
-from regrepro.kernel.btf import Signature
 from regrepro.kernel_functions import Returns
 from regrepro.watch.functions import (
     BtfFunctions,
@@ -29,53 +28,35 @@ def test_symbols_are_found_with_their_module_and_only_if_they_are_one() -> None:
     assert read_symbols(text, names) == {"pin_user_pages": "", "ib_uverbs_reg_mr": "ib_uverbs"}
 
 
-def test_signatures_are_those_of_the_kernel_and_of_each_module(tmp_path: Path) -> None:
+def test_the_types_of_a_module_are_joined_with_the_kernels(tmp_path: Path) -> None:
     writer = BtfWriter()
     long = writer.integer("long", 8)
-    pin = writer.function("pin_user_pages", {"start": long, "nr_pages": long})
     (tmp_path / "vmlinux").write_bytes(writer.blob())
     types, strings = writer.marks()
-    ids = {}
-    for module, function in (("rdma_rxe", "rxe_reg_user_mr"), ("ib_uverbs", "ib_uverbs_reg_mr")):
-        split = BtfWriter()
-        split._types, split._strings, split._count = writer._types, writer._strings, writer._count
-        ids[module] = split.function(function, {"attrs": long})
-        (tmp_path / module).write_bytes(split.blob(types, strings))
+    split = BtfWriter()
+    split._types, split._strings, split._count = writer._types, writer._strings, writer._count
+    split.function("ib_uverbs_reg_mr", {"attrs": long})
+    (tmp_path / "ib_uverbs").write_bytes(split.blob(types, strings))
     (tmp_path / "damaged").write_bytes(b"none")
     btf = BtfFunctions(tmp_path)
     for _ in range(2):
-        assert btf.function("pin_user_pages", "") == Signature(pin, ("start", "nr_pages"))
-        assert btf.function("rxe_reg_user_mr", "rdma_rxe") == Signature(ids["rdma_rxe"], ("attrs",))
-        assert btf.function("ib_uverbs_reg_mr", "ib_uverbs") == Signature(ids["ib_uverbs"], ("attrs",))
-    assert (
-        btf.function("rxe_reg_user_mr", "") is None and btf.function("rxe_reg_user_mr", "ib_uverbs") is None
-    )
-    assert btf.function("pin_user_pages", "damaged") is None and btf.function("x", "missing") is None
+        joined = btf.of_module("ib_uverbs")
+        assert joined is not None and joined.function("ib_uverbs_reg_mr") is not None
+    assert btf.of_module("") is btf.kernel is not None
+    assert btf.of_module("damaged") is None and btf.of_module("missing") is None
     empty = BtfFunctions(tmp_path / "nowhere")
-    assert empty.kernel is None and empty.function("pin_user_pages", "") is None
-    assert empty.function("rxe_reg_user_mr", "rdma_rxe") is None
+    assert (
+        empty.kernel is None and empty.of_module("ib_uverbs") is None and empty.enum("migrate_reason") == {}
+    )
 
 
-def test_functions_with_a_type_are_followed_by_trampolines(tmp_path: Path) -> None:
-    writer = BtfWriter()
-    long = writer.integer("long", 8)
-    many = {f"p{number}": long for number in range(7)}
-    ids = {
-        "pin_user_pages": writer.function("pin_user_pages", {"start": long}),
-        "migrate_pages": writer.function("migrate_pages", many),
-    }
-    (tmp_path / "vmlinux").write_bytes(writer.blob())
+def test_functions_are_those_that_the_kernel_has(tmp_path: Path) -> None:
     text = b"".join(b"0 T " + name + b"\n" for name in (b"pin_user_pages", b"migrate_pages", b"dma_buf_get"))
-    btf = BtfFunctions(tmp_path)
-    found = find_functions(btf, text, {})
-    assert found.pins == [
-        Function("pin_user_pages", "", ("start",), Returns.LONG, ids["pin_user_pages"]),
-    ]
-    assert found.plain_pins == found.pins
-    assert found.migrate == Function("migrate_pages", "", tuple(many), type_id=ids["migrate_pages"])
-    assert found.inner == [Function("dma_buf_get", "", None, Returns.POINTER)]
-    by_kprobes = find_functions(btf, text, {}, trampolines=False)
-    assert all(item.parameters is None and item.type_id == 0 for item in by_kprobes.all())
+    found = find_functions(BtfFunctions(tmp_path), text, {})
+    assert found.pins == [Function("pin_user_pages", "", Returns.LONG)] == found.plain_pins
+    assert found.migrate == Function("migrate_pages", "")
+    assert found.inner == [Function("dma_buf_get", "", Returns.POINTER)]
+    assert not found.entries and found.open is None and "reg_user_mr" in found.missing
 
 
 def test_modules_that_are_only_coming_or_going_are_not_loaded(tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def test_the_unit_has_the_capabilities_that_watch_needs_and_no_more() -> None:
         "RestrictNamespaces",
     ):
         assert name not in unit
-    assert "SystemCallFilter" not in unit and "MemoryDenyWriteExecute" not in unit  # bpftrace compiles
+    assert "SystemCallFilter" not in unit and "MemoryDenyWriteExecute" not in unit  # bpf(2) is used
 
 
 def test_the_unit_can_write_where_watch_writes_and_stays_small() -> None:

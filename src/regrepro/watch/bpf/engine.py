@@ -1,55 +1,96 @@
-"""The engine of kernels that have BTF of their modules: BPF programs of our own, without bpftrace.
+"""Follows registrations by BPF programs (csrc/bpf/registrations.bpf.c), and reads what they tell.
 
-What they are and why is said in request_programs.py. They hang on file descriptors of this process, so
-nothing stays attached once it is dead.
+What is attached hangs on file descriptors of this process, so that nothing stays once it is dead. A function
+is followed by a trampoline (fentry, fexit) where the kernel has one for it, by kprobes where it has not:
+which of them is found out by trying. A record is words of 8 bytes: the number that the function's cookie has,
+process and thread, ns of boottime, and then
+
+    opened          nothing
+    end_request     `REQUEST_WORDS`
+    failed          ret
+    pin             ret, start, pages, flags
+    migration       ret, reason; of STUCK_PAGES pages: address, refcount, mapcount, pincount, flags
+    short_term_pin  start, pages, flags, first page, length of the stack in bytes, its addresses
+    unpin           the first page
+    library_return  the six parameters
 """
 
 from __future__ import annotations
 
-import errno
 import os
 import struct
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from regrepro.core import bpf
-from regrepro.core.uprobes import REGISTERS, attach_to_code, attach_to_function, registers_in_context
 from regrepro.kernel import kallsyms
-from regrepro.kernel_functions import Family, of_family
-from regrepro.watch import request_programs as programs
+from regrepro.kernel_functions import Family, Returns, of_family
+from regrepro.watch.bpf.loader import Attached, Loader
 from regrepro.watch.correlate import Correlator
 from regrepro.watch.failed_registration import (
+    REQUESTS,
     Asked,
     Ended,
     Inner,
     LibraryWord,
     ShortTermPin,
     StuckPage,
+    attribute_index,
     limits_of,
 )
 from regrepro.watch.functions import Function, Functions
 from regrepro.watch.libraries import Copy
 from regrepro.watch.process import kernel_boottime
-from regrepro.watch.program import ACCOUNT_SECONDS, Layout
 from regrepro.watch.registrations import KEY, SIZE_KEY, Account
-from regrepro.watch.request_programs import Context, Maps
 
-RING_BYTES = 8 << 20  # of all CPUs: some 16,000 failures
-_THREADS = 16384  # of which the kernel remembers that they are in a request; the others' is doubted
+ACCOUNT_SECONDS = 15
+RING_BYTES = 8 << 20  # as in registrations.bpf.c: some 16,000 failures
 _TURNS = 2  # of some 64 KiB that are taken at once
 _FORGET_SECONDS = 60.0
 _SYMBOLS_SECONDS = 10.0  # in which symbols are read once at most
-# Registers of an architecture that have a function's parameters, and what it returned.
-_CALLS = {
-    "x86_64": (("rdi", "rsi", "rdx", "rcx", "r8", "r9"), "rax"),
-    "aarch64": (("x0", "x1", "x2", "x3", "x4", "x5"), "x0"),
-}
+
+# As in registrations.bpf.c.
+_POINTER, _NOT_EAGAIN, _DMABUF, _BEHIND_MM, _ARRAY, _COMMAND, _ALWAYS = (1 << bit for bit in range(32, 39))
+_DRIVER_SHIFT = 40
+_CONFIG = struct.Struct("=Q2I5I10II")
+_NO_REASON = 0xFFFFFFFF
+_STUCK_PAGES, _STACK_FRAMES, _PARAMETERS = 4, 16, 6
+_NOTHING = 0xFFFFFFFFFFFFFFFF
+_ALL = _NOTHING - 1
+_SHARED = ("ring", "requests", "calls", "pinners", "counts", "sizes", ".bss")
+_COMMAND_HANDLER = "ib_uverbs_reg_mr"
+_TARGET = "pin_user_pages"  # of the kernel itself; any function will do to load what is for trampolines
+REQUEST_WORDS = (
+    *("ret", "since", "calls", "pages", "uid", "start", "memlock", "pinned", "comm", "comm_end"),
+    *("asked_start", "asked_length", "asked_iova", "asked_access", "asked_fd", "present"),
+)
+
+
+@dataclass(frozen=True)
+class RequestOffsets:
+    """Offsets (bytes) in struct uverbs_attr_bundle (include/rdma/uverbs_ioctl.h), by which what a request
+    asked for is read again when it has failed: `command`: of ucore.inbuf, in user space a struct
+    ib_uverbs_reg_mr; `present`: of attr_present; `attributes`: of attrs, each of `size` bytes.
+    """
+
+    command: int
+    present: int
+    attributes: int
+    size: int
+
+
+def config(request: RequestOffsets | None, longterm: int, reasons: Sequence[int], *, unpins: bool) -> bytes:
+    """Return struct config of the programs. `reasons`: those of pins (enum migrate_reason), if known."""
+    indices = [attribute_index(number) for handler in REQUESTS.values() for number in handler]
+    both = [*reasons, *reasons][:2] or [_NO_REASON, _NO_REASON]
+    offsets = (request.command, request.present, request.attributes, request.size) if request else (0,) * 4
+    return _CONFIG.pack(longterm, *both, request is not None, *offsets, *indices, unpins)
 
 
 def _lives(pid: int, known: dict[int, bool]) -> bool:
@@ -74,15 +115,17 @@ class BpfEngine:
         self,
         functions: Functions,
         correlator: Correlator,
-        layout: Layout,
+        request: RequestOffsets | None,
         *,
-        plain_pins: Sequence[str] = (),
+        files: tuple[Path, Path],
+        short_term_pins: Sequence[str] = (),
         longterm: int = 0,
         unpins: bool = False,
         account: Account | None = None,
     ) -> None:
         self.correlator = correlator
-        self._layout = layout
+        self._files = files
+        self._config = config(request, longterm, sorted(functions.reasons), unpins=unpins)
         self._account = account
         self._unpins = unpins
         self._account_at = time.monotonic() + ACCOUNT_SECONDS
@@ -97,117 +140,105 @@ class BpfEngine:
         self._requests: set[int] = set()  # numbers of programs that tell of failed requests
         self._taken: deque[bytes] = deque()  # records that were not handed on yet
         self._last_ns = 0  # of the last record that was
-        self._fds: list[int] = []  # of programs and of what they are attached to
-        self._programs: list[int] = []
-        self._modules: dict[str, int] = {}
+        self._maps: dict[str, int] = {}
+        self._attached: list[Attached] = []
         self._refused: dict[str, str] = {}  # functions that could not be followed → their modules
-        self._copies: dict[tuple[int, int], list[int]] = {}
+        self._copies: dict[tuple[int, int], list[Attached]] = {}
         self._symbols: dict[int, str] = {}
         self._symbols_read = float("-inf")
         self._forget_at = self.started + _FORGET_SECONDS
-        self._lost = 0
-        self._missed = 0  # by programs that are gone
-        self._counter: bpf.Counter | None = None
-        self._uncounted: bpf.Counter | None = None
+        self._missed: dict[int, int] = {}  # by number of the program
         self._ring: bpf.Ring | None = None
-        self._maps = Maps(-1, -1, -1, -1, -1)
-        calls = _CALLS.get(os.uname().machine)
-        if calls is None or not REGISTERS:
-            raise OSError(errno.ENOSYS, f"calls of {os.uname().machine} are not known here")
-        context = registers_in_context()
-        self._registers = Context([context[name] for name in calls[0]], context[calls[1]])
+        self._counters: bpf.Counters | None = None
+        self._lost = 0
+        self._trampolines = True
         try:
-            self._open_maps()
-            self._attach(functions, plain_pins, longterm)
+            with self._open_loader() as loader:
+                self._attach(loader, functions, short_term_pins if longterm else ())
         except BaseException:
             self.stop()
             raise
-        finally:
-            self._close_modules()
 
-    def _open_maps(self) -> None:
-        self._ring = bpf.Ring(RING_BYTES)
-        self._counter = bpf.Counter("regrepro_lost")
-        for name, size in (
-            ("regrepro_req", programs.STATE_BYTES),
-            ("regrepro_call", programs.CALL_BYTES),
-            ("regrepro_pin", programs.PIN_BYTES),
-        ):
-            fd = bpf.open_map(bpf.MAP_LRU_HASH, name, value_size=size, entries=_THREADS)
-            self._fds.append(fd)
-        if self._account is not None:
-            for name, key_size, size in (
-                ("regrepro_count", KEY.size, 16),
-                ("regrepro_sizes", SIZE_KEY.size, 8),
-            ):
-                fd = bpf.open_map(bpf.MAP_HASH, name, key_size=key_size, value_size=size, entries=_THREADS)
-                self._fds.append(fd)
-            self._uncounted = bpf.Counter("regrepro_uncount")
-        counted = (self._uncounted.fd,) if self._uncounted is not None else ()
-        self._maps = Maps(self._ring.fd, self._counter.fd, *self._fds, *counted)
-        if self._unpins:
-            fd = bpf.open_map(bpf.MAP_LRU_HASH, "regrepro_pinner", value_size=8, entries=_THREADS)
-            self._fds.append(fd)
-            self._maps = replace(self._maps, pinners=fd)
+    def _open_loader(self) -> Loader:
+        """Return a loader that has loaded the programs, with the maps of those before it. Raises OSError."""
+        for trampolines in (True, False) if self._trampolines else (False,):
+            loader = Loader(*self._files)
+            try:
+                loader.configure(self._config)
+                for name, fd in self._maps.items():
+                    loader.share(name, fd)
+                loader.load(_TARGET if trampolines else "")
+            except OSError:
+                loader.close()
+                if not trampolines:
+                    raise
+                continue
+            except BaseException:
+                loader.close()
+                raise
+            self._trampolines = trampolines
+            break
+        if not self._maps:
+            self._maps = {name: loader.map(name) for name in _SHARED}
+            self._ring = bpf.Ring(self._maps["ring"], RING_BYTES)
+            self._counters = bpf.Counters(self._maps[".bss"])
+        return loader
 
     # Attaching
 
-    def _attach(self, functions: Functions, plain_pins: Sequence[str], longterm: int) -> None:
+    def _attach(self, loader: Loader, functions: Functions, short_term_pins: Sequence[str]) -> None:
         """Requests come last, and their beginning last of all: of one that is under way then, it is said that
         nobody saw it begin.
         """
         for group in (functions.inner, functions.drivers if self._account is None else []):
-            for function in list(group):
-                if not self._follow(functions, function, self._follow_failures):
-                    group.remove(function)
+            group[:] = [item for item in group if self._can_follow(loader, functions, item, self._failures)]
         if self._account is not None:
-            for driver, function in enumerate(functions.drivers):
-                self._follow_registrations(driver, function)
-        follow = partial(self._follow_migrations, reasons=sorted(functions.reasons))
-        if functions.migrate is not None and not self._follow(functions, functions.migrate, follow):
+            for number, function in enumerate(functions.drivers):
+                self._registrations(loader, function, number)
+        migrate = functions.migrate
+        if migrate is not None and not self._can_follow(loader, functions, migrate, self._migrations):
             functions.migrate = None
         for function in functions.pins:
-            number = self._number(partial(self._pin_failed, function.name), 4)
-            self._at_exit(function, lambda c, n=number: programs.pin(self._maps, c, n))  # type: ignore[misc]
+            told = partial(self._pin_failed, function.name)
+            self._at_return(loader, "pin", function, self._number(told, 4), keep=True)
         for function in functions.plain_pins:
-            if function.name in plain_pins and longterm:
-                self._follow_plain_pins(function, longterm)
-        for function in list(functions.unpins) if self._unpins else []:
-            if not self._follow(functions, function, self._follow_unpins):
-                functions.unpins.remove(function)
+            if function.name in short_term_pins:
+                self._short_term_pins(loader, function)
+        if self._unpins:
+            group = functions.unpins
+            group[:] = [item for item in group if self._can_follow(loader, functions, item, self._unpinnings)]
         if functions.open is not None:
-            number = self._number(self._opened, 0)
-            self._at_exit(functions.open, lambda c: programs.opened(self._maps, c, number))
+            self._at_return(loader, "opened", functions.open, self._number(self._opened, 0))
         for function in functions.entries:
-            number = self._number(partial(self._request_failed, function.name), len(programs.REQUEST_WORDS))
+            number = self._number(partial(self._request_failed, function.name), len(REQUEST_WORDS))
             self._requests.add(number)
-            self._at_exit(
-                function,
-                lambda c, n=number, f=function: programs.end_request(  # type: ignore[misc]
-                    self._maps, c, n, f.name, self._layout
-                ),
-            )
+            special = _COMMAND if function.name == _COMMAND_HANDLER else 0
+            special |= _DMABUF if "DMABUF" in function.name else 0
+            self._at_return(loader, "end_request", function, number | special)
         for function in functions.entries:
-            self._trampoline(function, bpf.TRACE_FENTRY, lambda c: programs.begin_request(self._maps, c))
+            self._at_entry(loader, "begin_request", function, 0)
 
     def _number(self, told: Told, words: int) -> int:
-        """Return the number of a program whose records have so many words behind the header."""
+        """Return the number of records that have so many words behind the header."""
         self._told.append((words, told))
         return len(self._told) - 1
 
     def follow_new(self, functions: Functions, found: Functions) -> list[str]:
         """Follow functions of modules that were loaded since, and add them to `functions`; return names."""
-        new = []
-        for group, others in ((functions.inner, found.inner), (functions.drivers, found.drivers)):
-            how = self._follow_failures
-            if group is functions.drivers and self._account is not None:
-                how = self._follow_new_registrations
-            known = {function.name for function in group} | functions.missing.keys()
-            for function in others:
-                if function.name not in known and self._follow(functions, function, how):
+        new: list[str] = []
+        groups = ((functions.inner, found.inner), (functions.drivers, found.drivers))
+        known = {function.name for group, _ in groups for function in group} | functions.missing.keys()
+        wanted = [(group, item) for group, others in groups for item in others if item.name not in known]
+        if not wanted:
+            return new
+        with self._open_loader() as loader:
+            for group, function in wanted:
+                how = self._failures
+                if group is functions.drivers and self._account is not None:
+                    how = self._new_registrations
+                if self._can_follow(loader, functions, function, how):
                     group.append(function)
                     new.append(function.name)
-        self._close_modules()
         if functions.drivers:
             functions.missing.pop("reg_user_mr", None)
         return new
@@ -225,126 +256,84 @@ class BpfEngine:
             functions.missing.pop(name, None)
             del self._refused[name]
 
-    def _follow_new_registrations(self, function: Function) -> None:
-        self._follow_registrations(len(self._drivers), function)
-        self._drivers.append(function.name)
-
-    def _close_modules(self) -> None:
-        while self._modules:
-            os.close(self._modules.popitem()[1])
-
-    def _follow(self, functions: Functions, function: Function, how: Callable[[Function], None]) -> bool:
+    def _can_follow(
+        self,
+        loader: Loader,
+        functions: Functions,
+        function: Function,
+        how: Callable[[Loader, Function], None],
+    ) -> bool:
         """Follow a function if the kernel lets anybody do so; say in `missing` why not."""
         try:
-            how(function)
+            how(loader, function)
         except OSError as error:
             functions.missing[function.name] = f"it cannot be followed: {error.strerror}"
             self._refused[function.name] = function.module
             return False
         return True
 
-    def _follow_failures(self, function: Function) -> None:
+    def _failures(self, loader: Loader, function: Function) -> None:
         number = self._number(partial(self._failed_inside, function.name), 1)
-        # EAGAIN: the pages moved, and the pin is tried again.
-        again = function.name in of_family(Family.UNPINNABLE)
+        special = _POINTER if function.returns is Returns.POINTER else 0
+        if function.name in of_family(Family.UNPINNABLE):
+            special |= _NOT_EAGAIN
+        self._at_return(loader, "failed", function, number | special)
 
-        def make(context: Context) -> bytes:
-            never = errno.EAGAIN if again else 0
-            return programs.failed(self._maps, context, number, function.returns, never=never)
+    def _new_registrations(self, loader: Loader, function: Function) -> None:
+        self._registrations(loader, function, len(self._drivers))
+        self._drivers.append(function.name)
 
-        self._at_exit_or_return(function, make)
-
-    def _follow_registrations(self, driver: int, function: Function) -> None:
+    def _registrations(self, loader: Loader, function: Function, driver: int) -> None:
         number = self._number(partial(self._failed_inside, function.name), 1)
+        special = driver << _DRIVER_SHIFT | (_DMABUF if "dmabuf" in function.name else 0)
+        self._at_return(loader, "registered", function, number | special, keep=True)
 
-        def make(context: Context) -> bytes:
-            dmabuf = "dmabuf" in function.name
-            return programs.registered(self._maps, context, number, driver, dmabuf=dmabuf)
+    def _migrations(self, loader: Loader, function: Function) -> None:
+        number = self._number(self._migration_failed, 2 + 5 * _STUCK_PAGES)
+        self._at_return(loader, "migration", function, number, keep=True)
 
-        self._at_exit_or_return(function, make, lambda c: programs.keep_length(self._maps, c))
+    def _short_term_pins(self, loader: Loader, function: Function) -> None:
+        number = self._number(partial(self._pinned_short_term, function.name), 5 + _STACK_FRAMES)
+        special = _ALWAYS | (_BEHIND_MM if function.name.endswith("_remote") else 0)
+        self._at_return(loader, "short_term_pin", function, number | special, keep=True)
 
-    def _follow_migrations(self, function: Function, reasons: Sequence[int]) -> None:
-        number = self._number(self._migration_failed, programs.MIGRATION_WORDS)
-
-        def make(context: Context) -> bytes:
-            return programs.migration(self._maps, context, number, self._layout.pages, reasons)
-
-        self._at_exit_or_return(function, make, lambda c: programs.keep_migration(self._maps, c))
-
-    def _follow_plain_pins(self, function: Function, longterm: int) -> None:
-        number = self._number(partial(self._plain_pin, function.name), programs.PLAIN_PIN_WORDS)
-        first = 1 if function.name.endswith("_remote") else 0  # behind the mm
-
-        def make(context: Context) -> bytes:
-            return programs.plain_pin(self._maps, context, number, first, longterm)
-
-        self._at_exit_or_return(function, make, lambda c: programs.keep_pin(self._maps, c, first))
-
-    def _follow_unpins(self, function: Function) -> None:
+    def _unpinnings(self, loader: Loader, function: Function) -> None:
         number = self._number(self._unpinned, 1)
-        many = "_pages" in function.name  # an array of pages, and no page
+        special = _ARRAY if "_pages" in function.name else 0
+        self._at_entry(loader, "unpin", function, number | special)
 
-        def make(context: Context) -> bytes:
-            return programs.unpin(self._maps, context, number, many=many)
+    def _at_entry(self, loader: Loader, program: str, function: Function, cookie: int) -> None:
+        if not self._by_trampoline(loader, f"fentry_{program}", function, cookie):
+            made = loader.kprobe(f"kprobe_{program}", function.name, cookie, at_return=False)
+            self._attached.append(made)
 
-        try:
-            self._trampoline(function, bpf.TRACE_FENTRY, make)
-        except OSError:
-            self._by_kprobe(function, make, at_return=False)
-
-    def _at_exit_or_return(
-        self,
-        function: Function,
-        make: Callable[[Context], bytes],
-        keep: Callable[[Context], bytes] | None = None,
+    def _at_return(
+        self, loader: Loader, program: str, function: Function, cookie: int, *, keep: bool = False
     ) -> None:
-        """Attach a program by a trampoline, or where there is none by a kprobe; `keep` makes the one at the
-        function's beginning that keeps the parameters for it. Raises OSError.
-        """
+        """Attach to a function's return; `keep`: by kprobes its parameters are kept. Raises OSError."""
+        if self._by_trampoline(loader, f"fexit_{program}", function, cookie):
+            return
+        mine = []
         try:
-            self._at_exit(function, make)
+            if keep:
+                mine.append(loader.kprobe("kprobe_keep", function.name, cookie, at_return=False))
+            mine.append(loader.kprobe(f"kretprobe_{program}", function.name, cookie, at_return=True))
         except OSError:
-            if keep is not None:  # first, as it says nothing by itself
-                self._by_kprobe(function, keep, at_return=False)
-            self._by_kprobe(function, make, at_return=True)
-
-    def _at_exit(self, function: Function, make: Callable[[Context], bytes]) -> None:
-        self._trampoline(function, bpf.TRACE_FEXIT, make)
-
-    def _trampoline(self, function: Function, when: int, make: Callable[[Context], bytes]) -> None:
-        """Attach a program by a trampoline. Raises OSError."""
-        if function.parameters is None:
-            raise OSError(errno.ENOENT, "it is not in BTF", function.name)
-        module = 0
-        if function.module:
-            if function.module not in self._modules:
-                self._modules[function.module] = bpf.open_btf(function.module)
-            module = self._modules[function.module]
-        insns = make(programs.by_trampoline(len(function.parameters)))
-        program = bpf.load_program(
-            insns, bpf.PROG_TRACING, function.name[:15], attach=when, btf_id=function.type_id, btf_fd=module
-        )
-        self._keep(program, lambda: bpf.attach_program(program, function.name), self._fds)
-
-    def _by_kprobe(self, function: Function, make: Callable[[Context], bytes], *, at_return: bool) -> None:
-        """Attach a program by a kprobe, where the parameters are not there at the return. Raises OSError."""
-        registers = self._registers
-        context = Context(None, registers.returned) if at_return else Context(registers.parameters, None)
-        program = bpf.load_program(make(context), bpf.PROG_KPROBE, function.name[:15])
-        self._keep(
-            program, lambda: attach_to_function(function.name, program, at_return=at_return), self._fds
-        )
-        if at_return:
-            self.by_kprobe.append(function.name)
-
-    def _keep(self, program: int, attach: Callable[[], int], where: list[int]) -> None:
-        try:
-            where.append(attach())
-        except OSError:
-            os.close(program)
+            for item in mine:
+                item.close()
             raise
-        where.append(program)
-        self._programs.append(program)
+        self._attached += mine
+        self.by_kprobe.append(function.name)
+
+    def _by_trampoline(self, loader: Loader, program: str, function: Function, cookie: int) -> bool:
+        """Attach by a trampoline; return False where the kernel has none for this function."""
+        if not self._trampolines:
+            return False
+        try:
+            self._attached.append(loader.trampoline(program, function.name, function.module, cookie))
+        except OSError:
+            return False
+        return True
 
     def follow(self, copy: Copy) -> None:
         """Follow the verbs of a copy of libibverbs at entry and return.
@@ -352,19 +341,14 @@ class BpfEngine:
         Raises OSError, with what was attached of that copy taken away again.
         """
         mine = self._copies.setdefault(copy.key, [])
+        if mine:
+            return
         try:
-            for verb, offset in copy.offsets.items() if not mine else ():
-                number = self._number(partial(self._library_failed, verb), programs.CALL_BYTES // 8)
-                for at_return in (True, False):
-                    context = self._registers
-                    code = (
-                        programs.library_return(self._maps, context, number)
-                        if at_return
-                        else programs.library_call(self._maps, context)
-                    )
-                    program = bpf.load_program(code, bpf.PROG_KPROBE, verb[:15])
-                    place = copy.path, offset, program
-                    self._keep(program, partial(attach_to_code, *place, at_return=at_return), mine)
+            with self._open_loader() as loader:
+                for verb, offset in copy.offsets.items():
+                    number = self._number(partial(self._library_failed, verb), _PARAMETERS)
+                    for program, at_return in (("library_return", True), ("library_entry", False)):
+                        mine.append(loader.uprobe(program, copy.path, offset, number, at_return=at_return))
         except OSError:
             self.forget([copy.key])
             raise
@@ -372,15 +356,13 @@ class BpfEngine:
     def forget(self, keys: Sequence[tuple[int, int]]) -> None:
         """Take the probes away of copies that are gone."""
         for key in keys:
-            self._close(self._copies.pop(key, []))
+            self._detach(self._copies.pop(key, []))
 
-    def _close(self, fds: list[int]) -> None:
-        for fd in fds:
-            if fd in self._programs:
-                self._missed += bpf.missed_runs(fd) or 0
-                self._programs.remove(fd)
-        while fds:
-            os.close(fds.pop())
+    def _detach(self, items: list[Attached]) -> None:
+        for item in items:
+            self._count_missed(item)
+            item.close()
+        items.clear()
 
     # What watch asks of an engine
 
@@ -392,7 +374,7 @@ class BpfEngine:
     @property
     def probes(self) -> int:
         """How many programs are attached."""
-        return len(self._programs)
+        return len(self._attached) + sum(map(len, self._copies.values()))
 
     @property
     def last_line(self) -> float:
@@ -402,7 +384,7 @@ class BpfEngine:
     @property
     def lost(self) -> int:
         """Records that found no room in the ring, or that are not as they must be."""
-        lost = self._counter.value if self._counter is not None else self._lost
+        lost = self._counters.value(0) if self._counters is not None else self._lost
         return lost + self.correlator.counts.malformed
 
     @property
@@ -425,8 +407,16 @@ class BpfEngine:
 
     def missed(self) -> int | None:
         """Return how many runs of its programs the kernel says it passed over; None where it does not say."""
-        told = [found for fd in self._programs if (found := bpf.missed_runs(fd)) is not None]
-        return self._missed + sum(told) if told else None
+        for item in [*self._attached, *(item for items in self._copies.values() for item in items)]:
+            self._count_missed(item)
+        return sum(self._missed.values()) if self._missed else None
+
+    def _count_missed(self, item: Attached) -> None:
+        """Keep what the kernel says of a program, which may be attached more than once."""
+        told = bpf.missed_runs(item.program)
+        if told is not None:
+            number, missed = told
+            self._missed[number] = missed
 
     def why(self) -> str:
         """What went wrong."""
@@ -490,11 +480,11 @@ class BpfEngine:
     def _take_account(self) -> None:
         """Hand on what was counted since the last time, and let go of processes that have ended."""
         self._account_at = time.monotonic() + ACCOUNT_SECONDS
-        if self._account is None or self._maps.sizes < 0:
+        if self._account is None or self._counters is None:
             return
         before_rows, before_sizes = self._counted
-        rows = bpf.read_map(self._maps.counts, KEY.size, 16)
-        sizes = bpf.read_map(self._maps.sizes, SIZE_KEY.size, 8)
+        rows = bpf.read_map(self._maps["counts"], KEY.size, 16)
+        sizes = bpf.read_map(self._maps["sizes"], SIZE_KEY.size, 8)
         nothing = bytes(16)
         new_rows = {}
         gone = set()
@@ -508,7 +498,7 @@ class BpfEngine:
                 # Not yet where it may have counted between the reading of the map and its end.
                 gone.add(key)
                 if key in self._gone:
-                    bpf.remove_from_map(self._maps.counts, key)
+                    bpf.remove_from_map(self._maps["counts"], key)
                     del rows[key]
         new_sizes = {
             key: int.from_bytes(value, sys.byteorder)
@@ -518,9 +508,8 @@ class BpfEngine:
         }
         self._counted, self._gone = (rows, sizes), gone
         self._account.take_counted(new_rows, new_sizes, self._drivers)
-        if self._uncounted is not None:
-            uncounted, self._account.uncounted = self._account.uncounted, self._uncounted.value
-            self._account.changed |= uncounted != self._account.uncounted
+        uncounted, self._account.uncounted = self._account.uncounted, self._counters.value(1)
+        self._account.changed |= uncounted != self._account.uncounted
 
     def stop(self) -> None:
         """Take all programs away. What they had still to say is read."""
@@ -530,20 +519,19 @@ class BpfEngine:
         self.ended = True
         for key in list(self._copies):
             self.forget([key])
-        self._close(self._fds)
+        self._detach(self._attached)
         with suppress(OSError):
             while self._hand_on(1 << 64, lambda _ns: None) is False and self._fill():
                 pass
         if self._ring is not None:
             self._ring.close()
             self._ring = None
-        if self._counter is not None:
-            self._lost = self._counter.value
-            self._counter.close()
-            self._counter = None
-        if self._uncounted is not None:
-            self._uncounted.close()
-            self._uncounted = None
+        if self._counters is not None:
+            self._lost = self._counters.value(0)
+            self._counters.close()
+            self._counters = None
+        while self._maps:
+            os.close(self._maps.popitem()[1])
 
     # Records
 
@@ -552,25 +540,24 @@ class BpfEngine:
             self.correlator.on_open(pid)
 
     def _failed_inside(self, function: str, tid: int, _pid: int, ns: int, words: Sequence[int]) -> None:
-        self.correlator.failed_inside(tid, Inner(ns, function, programs.signed_int(words[0])))
+        self.correlator.failed_inside(tid, Inner(ns, function, _signed_int(words[0])))
 
     def _pin_failed(self, function: str, tid: int, _pid: int, ns: int, words: Sequence[int]) -> None:
         ret, start, pages, flags = words
         args = {"start": start, "nr_pages": pages, "gup_flags": flags}
-        self.correlator.failed_inside(tid, Inner(ns, function, programs.signed_int(ret), args))
+        self.correlator.failed_inside(tid, Inner(ns, function, _signed_int(ret), args))
 
     def _migration_failed(self, tid: int, _pid: int, ns: int, words: Sequence[int]) -> None:
-        self.correlator.migration_failed(tid, ns, programs.signed_int(words[0]), words[1])
-        for page in programs.migration_pages(words):
+        self.correlator.migration_failed(tid, ns, _signed_int(words[0]), words[1])
+        for page in _stuck_pages(words):
             self.correlator.page_stayed(tid, StuckPage(*page))
 
     def _request_failed(self, function: str, tid: int, pid: int, ns: int, words: Sequence[int]) -> None:
-        has_task = self._layout.task is not None
-        told = dict(zip(programs.REQUEST_WORDS, words, strict=True))
+        told = dict(zip(REQUEST_WORDS, words, strict=True))
         comm = struct.pack("=2Q", told["comm"], told["comm_end"]).partition(b"\0")[0]
         present = told["present"]
-        if present != programs.NOTHING:
-            some = present != programs.ALL
+        if present != _NOTHING:
+            some = present != _ALL
             asked = Asked(
                 ns,
                 told["asked_start"],
@@ -590,17 +577,16 @@ class BpfEngine:
                 ns,
                 told["since"],
                 function,
-                programs.signed_int(told["ret"]),
+                _signed_int(told["ret"]),
                 told["uid"],
                 pin_calls=told["calls"],
                 pinned=told["pages"],
-                process_start=told["start"] if has_task else None,
-                limits=limits_of(-1 if memlock >> 63 else memlock, told["pinned"]) if has_task else {},
+                process_start=told["start"],
+                limits=limits_of(-1 if memlock >> 63 else memlock, told["pinned"]),
             )
         )
 
     def _library_failed(self, verb: str, tid: int, pid: int, ns: int, words: Sequence[int]) -> None:
-        # As _library() of program.py has them.
         address, length, third, fourth, fifth = words[1:6]
         given = {"address": address, "length": length}
         if verb == "ibv_reg_mr":
@@ -611,9 +597,9 @@ class BpfEngine:
             given |= {"iova": third, "fd": fourth & 0xFFFFFFFF, "access": fifth & 0xFFFFFFFF}
         self.correlator.library_failed(LibraryWord(tid, pid, ns, verb, given))
 
-    def _plain_pin(self, function: str, tid: int, pid: int, ns: int, words: Sequence[int]) -> None:
+    def _pinned_short_term(self, function: str, tid: int, pid: int, ns: int, words: Sequence[int]) -> None:
         start, pages, flags, page, length, *stack = words
-        length = programs.signed_int(length)
+        length = _signed_int(length)
         frames = stack[: length // 8 if length > 0 else 0]
         names = self._names(frames)
         self.correlator.on_pin(ShortTermPin(ns, tid, pid, function, start, pages, flags, names, page=page))
@@ -631,3 +617,18 @@ class BpfEngine:
             with suppress(OSError):
                 self._symbols |= kallsyms.names_of(addresses)
         return [self._symbols.get(address, hex(address)) for address in addresses]
+
+
+def _stuck_pages(words: Sequence[int]) -> Iterator[tuple[int, int, int, int, int]]:
+    """Yield of a record of a migration: address, refcount, mapcount, pincount, flags."""
+    for index in range(_STUCK_PAGES):
+        page, *counts, flags = words[2 + 5 * index : 7 + 5 * index]
+        if page:
+            refcount, mapcount, pincount = map(_signed_int, counts)
+            yield page, refcount, mapcount, pincount, flags
+
+
+def _signed_int(word: int) -> int:
+    """Return a word's low half as an int."""
+    low = word & 0xFFFFFFFF
+    return low - (1 << 32) if low >> 31 else low
