@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from regrepro.explain.text import errno_of
 from regrepro.judge.layer_table import LAYERS, MemoryKind
@@ -23,6 +24,15 @@ REG_CALL = (
     r"(?:ibv_(?:exp_|cmd_)?reg_mr(?:_iova2?|_ex)?|ibv_reg_dmabuf_mr(?:_ex)?|mlx5dv_reg_dmabuf_mr|"
     r"fi_mr_reg(?:v|attr)?)"
 )
+
+
+_KINDS: dict[str | None, MemoryKind] = {HOST: MemoryKind.HOST, GPU: MemoryKind.GPU}
+
+
+@lru_cache(maxsize=512)
+def _decided(call: str, errno: str, buffer: str | None) -> Decision:
+    """What the judge says of words without a trace, which thousands of lines may repeat."""
+    return decide(Call.of_log(Trace(), call, errno, _KINDS.get(buffer)))
 
 
 @dataclass
@@ -51,12 +61,12 @@ class Failure:
         """Ask the judge which layer it is, or which are left."""
         if self.layer is not None:
             return Decision(Layer(self.layer, self.layer_why), (self.layer,), self.layer_why)
-        memory = {HOST: MemoryKind.HOST, GPU: MemoryKind.GPU}.get(self.buffer or "")
-        decision = decide(Call.of_log(self.trace, self.call, self.errno or "", memory))
-        if not self.left:
-            return decision
-        gone = {name: "the text shows another place" for name in LAYERS if name not in self.left}
-        return Decision(None, self.left, excluded={name: gone[name] for name in gone if name != "cuda-pin"})
+        if self.left:
+            gone = [name for name in LAYERS if name not in self.left]
+            return Decision(None, self.left, excluded=dict.fromkeys(gone, "the text shows another place"))
+        if not self.trace.returns:
+            return _decided(self.call, self.errno or "", self.buffer)
+        return decide(Call.of_log(self.trace, self.call, self.errno or "", _KINDS.get(self.buffer)))
 
 
 @dataclass(frozen=True)
