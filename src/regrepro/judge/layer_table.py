@@ -207,7 +207,7 @@ ROWS: tuple[LayerRow, ...] = (
     ),
     LayerRow(
         "unknown",
-        "something that the text does not show",
+        "something that is not shown",
         "regrepro watch    on the node, which records the kernel's own path of the next failure",
     ),
 )
