@@ -16,7 +16,7 @@ from typing import Any
 
 from regrepro.judge.facts import Buffer, Facts, Pass, Pin, Registration
 from regrepro.judge.layer_table import MemoryKind
-from regrepro.judge.narrowing import narrow
+from regrepro.judge.narrowing import Narrowed, narrow
 from regrepro.judge.pagestate import PageState, cache_references, whole_number
 from regrepro.judge.rules import TRANSIENT
 from regrepro.judge.spans import Spans
@@ -647,19 +647,23 @@ class Decision:
 
 def decide(call: Call) -> Decision:
     """Name the deepest failing layer of a call, or say which are left and what excludes the others."""
+    left = _narrow(call)
+    if call.log and left.shown:
+        return Decision(Layer(left.candidates[0], left.why), left.candidates, left.why)
     for rule in RULES:
         layer = rule(call)
         if layer is not None:
             return Decision(layer, (layer.name,), layer.why)
+    return Decision(None, left.candidates, left.why, left.excluded)
+
+
+def _narrow(call: Call) -> Narrowed:
     reg, memory = call.registration, call.memory
     if reg.verb == DMABUF_VERB:
         memory = MemoryKind.DMABUF
     elif call.buffer is not None:
         memory = MemoryKind.GPU if call.buffer.on_gpu else MemoryKind.HOST
-    left = narrow(call.trace, reg.errno or "", memory, io_uring=not reg.through_umem)
-    if call.log and left.shown:
-        return Decision(Layer(left.candidates[0], left.why), left.candidates, left.why)
-    return Decision(None, left.candidates, left.why, left.excluded)
+    return narrow(call.trace, reg.errno or "", memory, io_uring=not reg.through_umem)
 
 
 def classify(facts: Facts, run: Pass, registration: Registration) -> Layer:

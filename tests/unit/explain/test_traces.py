@@ -58,3 +58,17 @@ def test_a_gpu_address_and_a_huge_page_are_as_the_judge_has_them() -> None:
         assert due == layer == judge_record(record)["verdicts"][0]["layer"]
         (group,) = groups_of(record)
         assert layer in {one["cause"] for one in group["causes"] if one["status"] == "possible"}
+
+
+def test_a_driver_whose_own_pin_found_no_page_to_move_to_is_no_registration() -> None:
+    """What fails is the pin of os_lock_user_pages, whatever made it fail."""
+    log = "".join(
+        f"  python-1 [001] ..... 12.3: r_it: ({caller}+0x1a0/0x3a0 <- {name}) ret={value}\n"
+        for caller, name, value in (
+            ("__gup_longterm_locked", "migrate_pages", "-12"),
+            ("os_lock_user_pages", "pin_user_pages", "-12"),
+            ("RmCreateOsDescriptor", "os_lock_user_pages", "0x1e"),
+        )
+    )
+    (group,) = explain([("log", io.BytesIO(log.encode()))])["groups"]
+    assert group["layer"] == "cuda-pin"
