@@ -39,7 +39,7 @@ def narrow(trace: Trace, errno: str, memory: MemoryKind | None, *, io_uring: boo
     if shown is not None:
         return Narrowed((shown[0],), shown[1], shown=True)
     pin, umem = trace.failed(*_IN_PIN), trace.failed(Family.UMEM, Family.IO_PIN)
-    if memory is not MemoryKind.DMABUF and (pin or umem) not in (None, EFAULT):
+    if memory is not MemoryKind.DMABUF and (trace.pinned if pin is None else pin != EFAULT):
         memory = MemoryKind.HOST  # of a GPU's address GUP knows no page
     told = _errno(pin) or _errno(umem) or errno
     at, why, gone = _place(trace, pin, umem, io_uring=io_uring)
@@ -91,7 +91,7 @@ def _place(
     trace: Trace, pin: int | None, umem: int | None, *, io_uring: bool
 ) -> tuple[tuple[At, ...], str, str]:
     """Where the call failed, as far as the trace tells: there, why, and what that says of other places."""
-    pinned = any(value > 0 for value in trace.of(*_PIN))
+    pinned = trace.pinned
     if pin is not None:
         why = "pinning failed; what inside it failed is not told"
         return (At.PIN,), why, "the trace shows that pages were being pinned"

@@ -79,6 +79,11 @@ class Trace:
         told = [step.returned for step in self.migrations if step.returned is not None]
         return max(told[-1], 0) if told else 0
 
+    @property
+    def pinned(self) -> bool:
+        """Whether a call that takes pins took some."""
+        return any(value > 0 for value in self.of(Family.GUP, Family.TAKES_PINS, Family.GUP_PATH))
+
     def driver(self) -> list[int]:
         """Return values of the provider's `reg_user_mr` (`rxe_reg_user_mr`, `mlx5_ib_reg_user_mr`, …)."""
         return [value for name, value in self.returns if DRIVER.match(name)]
