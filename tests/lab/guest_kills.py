@@ -150,7 +150,6 @@ def main() -> int:
     told = mmap.mmap(shared, mmap.PAGESIZE)
     os.environ["REGREPRO_KILLS_FD"] = str(shared)
     environment = runner.Environment()
-    environment.preload()
     probes = (TRACEFS / "kprobe_events").read_text()
 
     began = time.monotonic()

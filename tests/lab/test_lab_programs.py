@@ -87,6 +87,8 @@ ROWS = [
         LabOptions("5.10", ("movablecore=512M",)),
         (("guest_cuda.py", "--refuses", "no"),),
     ),
+    # A boot of its own, as it takes the RDMA modules out.
+    Row("6.12, RDMA modules without types", LabOptions("6.12", ("movablecore=512M",)), (UNTYPED,)),
     Row("7.3", LabOptions("7.3"), (("guest_audit.py", "none"), ("guest_container.py",))),
     *(
         Row(f"{series} movablecore=512M", LabOptions(series, ("movablecore=512M",)), programs)
@@ -100,7 +102,6 @@ ROWS = [
                     TRACE,
                     CUDA,
                     WATCH,
-                    UNTYPED,
                 ),
             ),
             (

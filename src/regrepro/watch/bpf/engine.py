@@ -179,9 +179,14 @@ class BpfEngine:
             self._trampolines = trampolines
             break
         if not self._maps:
-            self._maps = {name: loader.map(name) for name in _SHARED}
-            self._ring = bpf.Ring(self._maps["ring"], RING_BYTES)
-            self._counters = bpf.Counters(self._maps[".bss"])
+            try:
+                for name in _SHARED:
+                    self._maps[name] = loader.map(name)
+                self._ring = bpf.Ring(self._maps["ring"], RING_BYTES)
+                self._counters = bpf.Counters(self._maps[".bss"])
+            except BaseException:
+                loader.close()
+                raise
         return loader
 
     # Attaching
@@ -231,7 +236,13 @@ class BpfEngine:
         wanted = [(group, item) for group, others in groups for item in others if item.name not in known]
         if not wanted:
             return new
-        with self._open_loader() as loader:
+        try:
+            loader = self._open_loader()
+        except OSError as error:
+            for _, function in wanted:
+                self._not_followed(functions, function, error)
+            return new
+        with loader:
             for group, function in wanted:
                 how = self._failures
                 if group is functions.drivers and self._account is not None:
@@ -267,10 +278,13 @@ class BpfEngine:
         try:
             how(loader, function)
         except OSError as error:
-            functions.missing[function.name] = f"it cannot be followed: {error.strerror}"
-            self._refused[function.name] = function.module
+            self._not_followed(functions, function, error)
             return False
         return True
+
+    def _not_followed(self, functions: Functions, function: Function, error: OSError) -> None:
+        functions.missing[function.name] = f"it cannot be followed: {error.strerror}"
+        self._refused[function.name] = function.module
 
     def _failures(self, loader: Loader, function: Function) -> None:
         number = self._number(partial(self._failed_inside, function.name), 1)
