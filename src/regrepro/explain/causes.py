@@ -22,6 +22,16 @@ NOTHING_AGAINST = "nothing in the text speaks against it"
 ORDER = (DECIDED, SUPPORTED, POSSIBLE, IMPOSSIBLE)
 
 
+_SPEAKS_FOR = {
+    "memlock-too-small": "memlock-accounting",
+    "mr-limit": "mkey",
+    "bar1-small": "bar-map",
+    "bar1-used": "bar-map",
+    "dmabuf": "dma-buf",
+}
+"""Findings of an audit, and the cause that each speaks for; `dmabuf` only as a warning."""
+
+
 def weigh(
     decision: Decision,
     errno: str | None,
@@ -85,12 +95,12 @@ def narrow(
             if exposure.get("state") == "exposed":
                 support("page-migration", "the node is exposed to it")
     for what, one in conditions.items():
-        if (one.get("holds") is False and "unpinnable memory" in what) or (
-            one.get("holds") is False and "the kernel refuses" in what
-        ):
+        if one.get("holds") is not False:
+            continue
+        if "unpinnable memory" in what or "the kernel refuses" in what:
             close("page-migration", str(one.get("reason")))
             close("migration-target", str(one.get("reason")))
-        elif one.get("holds") is False and "pins host memory" in what and "page-migration" in status:
+        elif "pins host memory" in what and "page-migration" in status:
             state, why = status["page-migration"]
             if state != IMPOSSIBLE:
                 status["page-migration"] = (
@@ -107,20 +117,15 @@ def narrow(
         ]
         if free and all(free):
             close("memlock-accounting", "no process with an RDMA device open has a locked-memory limit")
-    if "memlock-too-small" in findings:
-        support("memlock-accounting", str(findings["memlock-too-small"].get("title")))
     loaded = value("nvidia", "peermem")
     if loaded == [] and errno == "EFAULT" and buffer != HOST:
         support("peer-memory", "nvidia-peermem is not loaded, so a GPU address cannot be registered this way")
     elif loaded == []:
         close("peer-memory", "nvidia-peermem is not loaded")
-    if "mr-limit" in findings:
-        support("mkey", str(findings["mr-limit"].get("title")))
-    for name in ("bar1-small", "bar1-used"):
-        if name in findings:
-            support("bar-map", str(findings[name].get("title")))
-    if findings.get("dmabuf", {}).get("severity") == "warning":
-        support("dma-buf", str(findings["dmabuf"].get("title")))
+    for finding, name in _SPEAKS_FOR.items():
+        told = findings.get(finding, {})
+        if told and (finding != "dmabuf" or told.get("severity") == "warning"):
+            support(name, str(told.get("title")))
     if value("nvidia", "state") == "absent":
         close("peer-memory", "there is no NVIDIA driver on this node")
         close("cuda-pin", "there is no NVIDIA driver on this node")
