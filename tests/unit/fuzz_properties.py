@@ -240,7 +240,8 @@ def audits(value: Any) -> None:
     audit = {"facts": [], "findings": [], "exposure": []}
     if isinstance(value, dict):
         audit.update({key: one for key, one in value.items() if key in audit and isinstance(one, list)})
-    assert weigh("ibv_reg_mr", "ENOMEM", None, None, "", None, {}, audit=audit)
+    decision = formats.Failure("verbs", "ibv_reg_mr", "ENOMEM", "").decide()
+    assert weigh(decision, "ENOMEM", None, audit=audit)
 
 
 def scanning(value: tuple[bytes, int]) -> None:

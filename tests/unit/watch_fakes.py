@@ -15,7 +15,7 @@ import regrepro
 from regrepro.judge import judge_record
 from regrepro.kernel.pagestate import PageState
 from regrepro.kernel.trace_flags import FlagNames
-from regrepro.kernel.trace_probes import Returns
+from regrepro.kernel_functions import Returns
 from regrepro.record import Record
 from regrepro.watch.correlate import Correlator
 from regrepro.watch.evidence import LOOKS, Evidence, record_events

@@ -13,11 +13,11 @@ from regrepro.audit import parse
 from regrepro.audit.reader import Reader, Text
 from regrepro.audit.sheet import INFERRED, Sheet
 from regrepro.kernel.trace_flags import has_btf
+from regrepro.kernel_functions import Family, of_family
 
 DRIVER_VERSION = re.compile(r"\d{3,4}\.\d{1,3}(?:\.\d{1,3})?")
 NVIDIA_VENDOR = "0x10de"
 OFED_VERSION = re.compile(r"\d{1,2}\.\d{1,2}-\d")
-PEER_SYMBOL = "nvidia_p2p_get_pages_persistent"
 MAX_PROCESSES = 64
 KMSG_LIMIT = 16 << 20
 
@@ -567,10 +567,11 @@ def _is_driver_folder(name: str) -> bool:
     return re.fullmatch(r"nvidia(?:-[a-z-]+)?-\d{3,4}\.\d{1,3}(?:\.\d{1,3})?", name) is not None
 
 
+_TELLING = of_family(
+    Family.DMABUF, Family.PEER, Family.UNPINNABLE, Family.LONGTERM, Family.GUP
+)  # of what a kernel can do
 _SYMBOL = re.compile(
-    r"^[0-9a-fA-F]+ \S (\w*reg_user_mr_dmabuf|ib_umem_dmabuf_get|nvidia_p2p_get_pages(?:_persistent)?|"
-    r"nv_mem_get_pages_nc|migrate_longterm_unpinnable_\w+|check_and_migrate_\w+|__gup_longterm_locked|"
-    r"pin_user_pages_fast)(?:[.\w]*)?(?:\s+\[(\w+)\])?\s*$",
+    rf"^[0-9a-fA-F]+ \S (\w*reg_user_mr_dmabuf|{'|'.join(_TELLING)})(?:\.[.\w]*)?(?:\s+\[(\w+)\])?\s*$",
     re.MULTILINE,
 )
 

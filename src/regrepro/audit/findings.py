@@ -15,6 +15,7 @@ from regrepro.audit import parse
 from regrepro.audit.catalogue import Contract, Property
 from regrepro.audit.sheet import Sheet
 from regrepro.kernel.release import stock_series
+from regrepro.kernel_functions import PINS_IN_PLACE, Family, of_family
 
 EXPOSED = "exposed"
 NOT_EXPOSED = "not-exposed"
@@ -217,15 +218,14 @@ def refuses(sheet: Sheet) -> Condition:
     """
     what = "the kernel refuses a long-term pin where the page cannot move"
     symbols = sheet.value("system", "symbols") or []
+    moves_or_refuses = {name for name in of_family(Family.UNPINNABLE) if name != PINS_IN_PLACE}
     for symbol in symbols:
-        if symbol.startswith(("migrate_longterm_unpinnable_", "check_and_migrate_movable_")):
+        if symbol in moves_or_refuses:
             return Condition(what, True, f"the kernel has {symbol}()")
     if sheet.value("system", "migrates-for-pins") is True:
         return Condition(what, True, "the kernel migrates pages for long-term pins (MR_LONGTERM_PIN in BTF)")
-    if any(symbol.startswith("check_and_migrate_cma_pages") for symbol in symbols):
-        return Condition(
-            what, False, "the kernel pins in place where migration fails (check_and_migrate_cma_pages)"
-        )
+    if PINS_IN_PLACE in symbols:
+        return Condition(what, False, f"the kernel pins in place where migration fails ({PINS_IN_PLACE})")
     stock = stock_of(sheet)
     if stock is None:
         name = sheet.value("system", "kernel")

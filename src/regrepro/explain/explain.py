@@ -16,6 +16,7 @@ from regrepro.explain import causes, formats, traces
 from regrepro.explain.formats import GPU, Failure, Remark
 from regrepro.explain.scan import Found, Needles, read
 from regrepro.explain.text import Where, decode, errno_of, peel, where
+from regrepro.judge.layers import Decision
 
 _Name = TypeVar("_Name", int, str)
 
@@ -31,7 +32,9 @@ MAX_SESSIONS = 512
 JOIN = 2
 """Lines that are joined to a wrapped one at most."""
 
-NEEDLES = tuple(dict.fromkeys((*formats.NEEDLES, *traces.NEEDLES)))
+_WORDS = frozenset((*formats.NEEDLES, *traces.NEEDLES))
+NEEDLES = tuple(sorted(word for word in _WORDS if not any(one in word for one in _WORDS - {word})))
+"""A word that holds another is found by that one."""
 
 
 @dataclass
@@ -41,10 +44,7 @@ class Group:
     call: str
     errno: str | None
     buffer: str | None
-    layer: str | None
-    layer_why: str
-    remaining: frozenset[str] | None
-    excluded: dict[str, str]
+    decision: Decision
     count: int = 0
     tools: set[str] = field(default_factory=set)
     ranks: set[int] = field(default_factory=set)
@@ -232,7 +232,7 @@ class Explainer:
         self._add(one.failure, one.place, one.number)
 
     def _session(self, session: traces.Session, in_sight: set[str]) -> None:
-        if not any(-4096 < step.value < 0 for step in session.returns) and not session.of(traces.DRIVER_PIN):
+        if not session.fails:
             return
         if len(self._sessions) < MAX_SESSIONS:
             self._sessions.append((self._file, session))  # decided when all that is in sight is known
@@ -245,14 +245,14 @@ class Explainer:
     # --------------------------------------------------------------------------------------------------
 
     def _add(self, failure: Failure, place: Where, number: int, file: str | None = None) -> None:
+        decision = failure.decide()
         hints = [hint for hint in failure.hints if hint != "memlock-finite"]
         key = (
             failure.call,
             failure.errno,
             failure.buffer,
-            failure.layer,
-            failure.remaining,
-            tuple(sorted(failure.excluded)),
+            decision.layer and decision.layer.name,
+            decision.candidates,
             "memlock-finite" in failure.hints,
         )
         group = self._groups.get(key)
@@ -260,15 +260,7 @@ class Explainer:
             if len(self._groups) >= MAX_GROUPS:
                 self._more += 1
                 return
-            group = self._groups[key] = Group(
-                failure.call,
-                failure.errno,
-                failure.buffer,
-                failure.layer,
-                failure.layer_why,
-                failure.remaining,
-                dict(failure.excluded),
-            )
+            group = self._groups[key] = Group(failure.call, failure.errno, failure.buffer, decision)
             if "memlock-finite" in failure.hints:
                 group.hints["memlock-finite"] = None
         group.count += 1
@@ -325,8 +317,9 @@ class Explainer:
                     remark["supports"], f"{remark['why']} (said {remark['count']} times in the same text)"
                 )
         for other in self._groups.values():
-            if other is not group and other.layer is not None:
-                supports[other.layer] = f"in the same text {other.call} failed there: {other.layer_why}"
+            layer = other.decision.layer
+            if other is not group and layer is not None:
+                supports[layer.name] = f"in the same text {other.call} failed there: {layer.why}"
         if "memlock-finite" in group.hints:
             supports["memlock-accounting"] = (
                 "UCX says that the limit is finite, and the call failed with ENOMEM"
@@ -335,21 +328,13 @@ class Explainer:
 
     def _group(self, group: Group) -> dict[str, Any]:
         weighed = causes.weigh(
-            group.call,
-            group.errno,
-            group.buffer,
-            group.layer,
-            group.layer_why,
-            group.remaining,
-            group.excluded,
-            supports=self._supports(group),
-            audit=self.audit,
+            group.decision, group.errno, group.buffer, supports=self._supports(group), audit=self.audit
         )
         return {
             "call": group.call,
             "errno": group.errno,
             "buffer": group.buffer,
-            "layer": group.layer,
+            "layer": group.decision.layer and group.decision.layer.name,
             "count": group.count,
             "tools": sorted(group.tools),
             "ranks": sorted(group.ranks),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from dataclasses import dataclass
 
@@ -120,31 +121,8 @@ ERRNO_TEXTS = {
     "Connection timed out": "ETIMEDOUT",
     "Remote I/O error": "EREMOTEIO",
 }
-ERRNO_NUMBERS = {
-    1: "EPERM",
-    2: "ENOENT",
-    4: "EINTR",
-    5: "EIO",
-    6: "ENXIO",
-    9: "EBADF",
-    11: "EAGAIN",
-    12: "ENOMEM",
-    13: "EACCES",
-    14: "EFAULT",
-    16: "EBUSY",
-    19: "ENODEV",
-    22: "EINVAL",
-    24: "EMFILE",
-    28: "ENOSPC",
-    34: "ERANGE",
-    38: "ENOSYS",
-    75: "EOVERFLOW",
-    93: "EPROTONOSUPPORT",
-    95: "EOPNOTSUPP",
-    110: "ETIMEDOUT",
-    121: "EREMOTEIO",
-}
-"""As on x86-64 and arm64 (asm-generic/errno.h)."""
+ERRNO_NUMBERS: dict[int, str] = {getattr(errno, name): name for name in ERRNO_TEXTS.values()}
+"""As on x86-64 and arm64 (asm-generic/errno.h), where logs are read and written."""
 _TEXTS = re.compile(
     "|".join(re.escape(text) for text in sorted(ERRNO_TEXTS, key=len, reverse=True)), re.IGNORECASE
 )

@@ -11,120 +11,26 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from regrepro.explain.formats import GPU, HOST, Failure
 from regrepro.explain.text import ERRNO_NUMBERS, signed
-from regrepro.judge import tracefacts as fn
+from regrepro.judge.tracefacts import Trace, read_trace
+from regrepro.kernel_functions import DRIVER, FUNCTIONS, Family, of_family
 
-GUP_PIN = (*fn.GUP, "internal_get_user_pages_fast", "gup_fast_fallback", "pin_user_pages_remote")
-GUP_LONGTERM = (
-    "__gup_longterm_locked",
-    "migrate_longterm_unpinnable_folios",
-    "migrate_longterm_unpinnable_pages",
-    "check_and_migrate_movable_pages",
-    "check_and_migrate_movable_folios",
-    "check_and_migrate_cma_pages",
+_INNER = (
+    (Family.UMEM, Family.IO_PIN),
+    (Family.GUP, Family.TAKES_PINS, Family.GUP_PATH),
+    (Family.MKEY,),
+    (Family.DMABUF,),
+    (Family.PEER,),
+    (Family.LONGTERM, Family.UNPINNABLE),
 )
-CGROUP = ("__mem_cgroup_charge", "mem_cgroup_charge", "charge_memcg", "try_charge_memcg", "try_charge")
-DRIVER_PIN = (
-    "os_lock_user_pages",
-    "nv_lock_user_pages",
-    "RmCreateOsDescriptor",
-    "osCreateOsDescriptorFromPageArray",
-)
-MLOCK = ("can_do_mlock",)
-FAULT = ("faultin_page", "handle_mm_fault", "check_vma_flags", "writable_file_mapping_allowed")
-TARGET = ("alloc_migration_target",)
-ICM = ("mlx5_satisfy_startup_pages", "give_pages", "mlx5_cmd_exec", "mlx5_cmd_do")
-REGISTRARS = (
-    "ib_uverbs_reg_mr",
-    "ib_uverbs_handler_UVERBS_METHOD_REG_MR",
-    "ib_uverbs_handler_UVERBS_METHOD_REG_DMABUF_MR",
-)
-# What only somebody else's trace holds: no probe of ours is on them.
-SG_TABLE = ("sg_alloc_append_table_from_pages", "__sg_alloc_table_from_pages")
-ACCESS_CHECK = ("ib_check_mr_access",)
-UVERBS = ("ib_uverbs_reg_mr", "ib_uverbs_write", "ib_uverbs_ioctl", "ib_uverbs_cmd_verbs")
-OUTERMOST = (
-    *REGISTRARS,
-    *UVERBS,
-    "__x64_sys_ioctl",
-    "__arm64_sys_ioctl",
-    "do_syscall_64",
-    "invoke_syscall",
-)
-
-KNOWN = frozenset(
-    {
-        *GUP_PIN,
-        *fn.GUP_INNER,
-        *GUP_LONGTERM,
-        *CGROUP,
-        *DRIVER_PIN,
-        *MLOCK,
-        *FAULT,
-        *TARGET,
-        *ICM,
-        *OUTERMOST,
-        *fn.UMEM,
-        *fn.DMABUF,
-        *fn.DMA_MAP,
-        *SG_TABLE,
-        *fn.MKEY,
-        *fn.PEER,
-        *ACCESS_CHECK,
-        "migrate_pages",
-        "migrate_pages_batch",
-        "migrate_pages_sync",
-        "nvidia_p2p_dma_map_pages",
-        "nv_mem_get_pages_nc",
-        "dma_buf_map_attachment",
-        "dma_buf_map_attachment_unlocked",
-        "dma_buf_pin",
-        "dma_buf_attach",
-        "get_user_pages_fast",
-        "get_user_pages",
-        "ib_umem_release",
-    }
-)
+_NO_CALLER = "gup"  # a log without callers may be of compaction, but who pastes it asks for a pin
+OUTERMOST = frozenset(of_family(Family.REQUEST, Family.IO_URING, Family.UVERBS, Family.SYSTEM_CALL))
+KNOWN = frozenset(name for row in FUNCTIONS if row.families for name in row.names)
 NEEDLES: tuple[bytes, ...] = tuple(
-    word.encode()
-    for word in (
-        "pin_user_pages",
-        "get_user_pages",
-        "gup_longterm",
-        "gup_fast",
-        "longterm_unpinnable",
-        "check_and_migrate_",
-        "migrate_pages",
-        "migration_target",
-        "ib_umem_",
-        "_umem_get",
-        "_reg_user_mr",
-        "reg_create",
-        "create_mkey",
-        "mr_cache_alloc",
-        "dma_map_sg",
-        "ib_dma_map",
-        "sg_alloc_",
-        "sg_alloc_table",
-        "dma_buf_",
-        "can_do_mlock",
-        "mem_cgroup",
-        "charge_memcg",
-        "os_lock_user",
-        "p2p_get_pages",
-        "p2p_dma_map",
-        "nv_mem_get",
-        "ib_uverbs_",
-        "faultin_page",
-        "check_vma_flags",
-        "ib_check_mr_access",
-        "TID/PID",
-        "rxe_alloc",
-        "rxe_add_to_pool",
-        "mlx5_cmd_",
-    )
+    word.encode() for word in ("_reg_user_mr", "_reg_mr", "TID/PID", *sorted(KNOWN))
 )
 
 _NUMBER = r"-?(?:0[xX])?[0-9a-fA-F]{1,20}"
@@ -244,7 +150,7 @@ def _base(name: str) -> str:
 
 
 def _matters(name: str) -> bool:
-    return name in KNOWN or fn.DRIVER.match(name) is not None
+    return name in KNOWN or DRIVER.match(name) is not None
 
 
 def _task(text: str) -> str:
@@ -272,19 +178,27 @@ class Session:
     returns: list[Return] = field(default_factory=list)
     text: str = ""
 
-    def of(self, names: Iterable[str]) -> list[int]:
-        """Return values of these functions, in order."""
-        wanted = frozenset(names)
-        return [one.value for one in self.returns if one.function in wanted]
+    @property
+    def fails(self) -> bool:
+        """Whether anything in it failed, or tells of NVIDIA's own pin, whose failures are no errnos."""
+        locks = of_family(Family.GPU_PIN)
+        return any(-4096 < one.value < 0 or one.function in locks for one in self.returns)
 
-    def failed(self, names: Iterable[str]) -> int | None:
-        """The last of them that is an errno, or None."""
-        values = [value for value in self.of(names) if -4096 < value < 0]
-        return values[-1] if values else None
-
-    def driver(self) -> list[int]:
-        """Return values of the provider's reg_user_mr."""
-        return [one.value for one in self.returns if fn.DRIVER.match(one.function)]
+    def trace(self, in_sight: Iterable[str]) -> Trace:
+        """Return it as a trace for the judge: a spoiled one, in which absence proves nothing."""
+        events: list[dict[str, Any]] = []
+        for one in self.returns:
+            if one.fields:
+                fields = {
+                    name: signed(value) if value.isdigit() else value for name, value in one.fields.items()
+                }
+                events.append({"tracepoint": one.function, "fields": fields})
+            else:
+                # A pointer may be cut off anywhere.
+                value = one.value if one.value > -4096 else 1
+                events.append({"fn": one.function, "ret": value, "caller": one.caller or _NO_CALLER})
+        told = {"status": "spoiled", "why": "it is a log's", "events": events, "probed": [*in_sight]}
+        return read_trace(told, "the text", [])
 
 
 MAX_RETURNS = 400
@@ -310,7 +224,7 @@ class Sessions:
                 ended = self._open.pop(next(iter(self._open)))
             session = self._open[one.task] = Session(one.task, one.tool, number, text=text)
         session.returns.append(one)
-        is_outer = one.function in OUTERMOST or fn.DRIVER.match(one.function) is not None
+        is_outer = one.function in OUTERMOST or DRIVER.match(one.function) is not None
         if is_outer or len(session.returns) >= MAX_RETURNS:
             del self._open[one.task]
             return session
@@ -336,281 +250,32 @@ class Sessions:
         return rest
 
 
-@dataclass(frozen=True)
-class Decision:
-    """The layer that a trace decides, or None and what remains; `excluded` says what it is not, and why."""
+def failure_of(session: Session, in_sight: Iterable[str]) -> Failure | None:
+    """Make a failure of a call that failed; None for one that did not, or that is no registration.
 
-    layer: str | None
-    why: str
-    remaining: frozenset[str] | None = None
-    excluded: dict[str, str] = field(default_factory=dict)
-
-
-BEFORE_PIN = ("memlock-accounting", "arguments")
-AFTER_PIN = ("mkey", "device", "dma-map")
-
-
-def decide(session: Session, in_sight: set[str]) -> Decision:
-    """Decide the deepest failing layer of one call.
-
-    `in_sight` are the functions that the whole text shows: one that is never shown anywhere may not be
-    traced at all, so its absence proves nothing.
+    `in_sight`: functions that the whole text shows. One that it never shows may not be traced at all, so that
+    its absence proves nothing.
     """
-    failed = session.failed(
-        (
-            *fn.DMABUF,
-            "dma_buf_map_attachment",
-            "dma_buf_map_attachment_unlocked",
-            "dma_buf_pin",
-            "dma_buf_attach",
-        )
-    )
-    if failed is not None:
-        return Decision("dma-buf", f"the dma-buf could not be had, attached or mapped ({_name(failed)})")
-    failed = session.failed((*fn.PEER, "nv_mem_get_pages_nc", "nvidia_p2p_dma_map_pages"))
-    if failed is not None:
-        return Decision("peer-memory", f"the peer-memory driver returned {_name(failed)}")
-    if session.failed(ACCESS_CHECK) is not None:
-        return Decision("arguments", "ib_check_mr_access refused the access flags")
-    pin = session.failed(GUP_PIN)
-    if pin is None:
-        pin = session.failed((*GUP_LONGTERM, "__get_user_pages"))
-    locks = session.of(DRIVER_PIN)
-    if locks and locks[-1] != 0:
-        return Decision(
-            "cuda-pin", f"os_lock_user_pages returned {locks[-1]:#x}: the driver's own pin failed"
-        )
-    if session.failed(CGROUP) is not None and pin is not None:
-        return Decision("memory-cgroup", "the page could not be charged to the memory cgroup")
-    if pin is not None:
-        return _in_pin(session, pin)
-    pinned = any(value > 0 for value in session.of(GUP_PIN))
-    umem = session.failed(fn.UMEM)
-    if umem is not None:
-        return _in_umem(session, umem, pinned, in_sight)
-    mkey = session.failed(fn.MKEY)
-    if mkey is not None:
-        return Decision("mkey", f"the memory was there, and the MKey could not be made ({_name(mkey)})")
-    if session.of(fn.UMEM) and any(-4096 < value < 0 for value in session.driver()):
-        why = "the memory was pinned and mapped; what failed came after"
-        gone = dict.fromkeys(
-            (
-                "memlock-accounting",
-                "page-migration",
-                "migration-target",
-                "page-fault",
-                "longterm-refused",
-                "dma-map",
-                "memory-cgroup",
-            ),
-            "ib_umem_get succeeded in the trace",
-        )
-        return Decision(None, why, frozenset({"mkey", "device", "umem-alloc"}), gone)
-    return Decision(None, "the trace shows that the call failed, not where")
-
-
-def _in_pin(session: Session, pin: int) -> Decision:
-    excluded = dict.fromkeys(BEFORE_PIN, "the trace shows that pinning began, which comes after it")
-    excluded.update(dict.fromkeys(AFTER_PIN, "the trace shows that pinning failed, which comes before it"))
-    excluded.update(
-        dict.fromkeys(("peer-memory", "dma-buf"), "the trace shows that host pages were being pinned")
-    )
-    large = any(
-        (signed(one.fields.get("nr_thp_failed", "0")) or 0) > 0
-        or (signed(one.fields.get("nr_large_folio_failed", "0")) or 0) > 0
-        for one in session.returns
-        if one.function == "mm_migrate_pages"
-    )
-    migrations = [one for one in session.returns if one.function == "migrate_pages" and _for_a_pin(one)]
-    points = [
-        one
-        for one in session.returns
-        if one.function == "mm_migrate_pages" and one.fields.get("reason") in (*fn.REASONS, None)
-    ]
-    if pin == -12 and migrations:
-        last = migrations[-1].value
-        if last > 0:
-            why = (
-                f"migrate_pages left {last} behind: something held these pages, and the text does not "
-                f"say what"
-            )
-            return Decision("page-migration", why, None, excluded)
-        if last == -12 and not large:
-            return Decision(
-                "migration-target",
-                "migrate_pages returned -ENOMEM: there was no page to move to",
-                None,
-                excluded,
-            )
-        if last == -12:
-            why = "migrate_pages returned -ENOMEM on a huge page: held, or nothing to move to"
-            return Decision(None, why, frozenset({"page-migration", "migration-target"}), excluded)
-    if session.failed(TARGET) is not None:
-        return Decision("migration-target", "no page to move to could be allocated", None, excluded)
-    if pin == -12 and any((signed(one.fields.get("nr_failed", "0")) or 0) > 0 for one in points):
-        why = (
-            "pages could not be migrated; the return of migrate_pages would tell why, and is not in the text"
-        )
-        return Decision(None, why, frozenset({"page-migration", "migration-target"}), excluded)
-    if pin == -12 and session.of(GUP_LONGTERM) and session.failed(GUP_LONGTERM) is not None:
-        why = "the long-term check failed; the return of migrate_pages would tell why, and is not in the text"
-        return Decision(
-            None, why, frozenset({"page-migration", "migration-target", "memory-cgroup"}), excluded
-        )
-    if pin == -14:
-        flags = session.failed(("check_vma_flags",))
-        excluded.update(
-            dict.fromkeys(
-                ("page-migration", "migration-target", "umem-alloc", "memory-cgroup"),
-                "EFAULT out of the pin is no migration",
-            )
-        )
-        if flags is not None:
-            why = "check_vma_flags refused the mapping: a file that is written, or a mapping of a device"
-            return Decision(None, why, frozenset({"longterm-refused", "bar-map", "page-fault"}), excluded)
-        return Decision(
-            None,
-            "the pages could not be had at that address",
-            frozenset({"page-fault", "longterm-refused", "bar-map"}),
-            excluded,
-        )
-    if pin == -12:
-        why = "pinning failed; what inside it failed is not in the text"
-        return Decision(
-            None,
-            why,
-            frozenset({"page-migration", "migration-target", "memory-cgroup", "umem-alloc"}),
-            excluded,
-        )
-    return Decision(None, f"pinning failed with {_name(pin)}", None, excluded)
-
-
-def _in_umem(session: Session, umem: int, pinned: bool, in_sight: set[str]) -> Decision:
-    excluded = dict.fromkeys(
-        ("mkey", "device"), "the trace shows that ib_umem_get failed, which comes before it"
-    )
-    excluded.update(dict.fromkeys(("dma-buf", "peer-memory"), "ib_umem_get is the path of host memory"))
-    if pinned:
-        excluded.update(
-            dict.fromkeys(
-                (
-                    "memlock-accounting",
-                    "page-migration",
-                    "migration-target",
-                    "page-fault",
-                    "longterm-refused",
-                    "memory-cgroup",
-                ),
-                "the trace shows that pinning succeeded",
-            )
-        )
-        maps = session.of(fn.DMA_MAP)
-        if maps and (maps[-1] < 0 or maps[-1] == 0) and session.failed(fn.DMA_MAP) is not None:
-            return Decision(
-                "dma-map",
-                f"DMA mapping failed ({_name(maps[-1])}) after the pages were pinned",
-                None,
-                excluded,
-            )
-        if session.failed(SG_TABLE) is not None:
-            return Decision("umem-alloc", "the scatter list could not be allocated", None, excluded)
-        return Decision(
-            None,
-            "the pages were pinned; what failed came after",
-            frozenset({"dma-map", "umem-alloc"}),
-            excluded,
-        )
-    if umem == -1:
-        can = session.of(MLOCK)
-        if can and can[-1] == 0:
-            return Decision(
-                "memlock-accounting",
-                "can_do_mlock said no: RLIMIT_MEMLOCK is 0 without CAP_IPC_LOCK",
-                None,
-                excluded,
-            )
-        return Decision(
-            None, "ib_umem_get refused before pinning", frozenset({"memlock-accounting"}), excluded
-        )
-    if in_sight & set(GUP_PIN):
-        # The pinning function is traced (it shows elsewhere) and was not called here.
-        gone = "pin_user_pages_fast is traced in this text and was not called here"
-        excluded.update(
-            dict.fromkeys(
-                (
-                    "page-migration",
-                    "migration-target",
-                    "page-fault",
-                    "longterm-refused",
-                    "memory-cgroup",
-                    "dma-map",
-                ),
-                gone,
-            )
-        )
-        left = frozenset({"memlock-accounting", "umem-alloc"}) if umem == -12 else frozenset({"arguments"})
-        return Decision(None, "ib_umem_get failed before it pinned anything", left, excluded)
-    return Decision(None, "ib_umem_get failed; whether it got to pin is not in the text", None, excluded)
-
-
-def _for_a_pin(one: Return) -> bool:
-    """Compaction and NUMA balancing call migrate_pages, too; the caller tells where it is given."""
-    if not one.caller:
-        return True
-    return any(part in one.caller for part in ("longterm", "check_and_migrate", "gup", "pin_user_pages"))
-
-
-def _name(value: int) -> str:
-    name = ERRNO_NUMBERS.get(-value)
-    return f"-{name}" if name else str(value)
-
-
-def failure_of(session: Session, in_sight: set[str]) -> Failure | None:
-    """Make a failure of a call that failed; None for one that did not, or that is no registration."""
-    driver = session.driver()
-    outer = driver[-1] if driver and -4096 < driver[-1] < 0 else session.failed((*REGISTRARS, *UVERBS))
-    inner = [
-        value
-        for names in (fn.UMEM, GUP_PIN, fn.MKEY, fn.DMABUF, fn.PEER, GUP_LONGTERM)
-        if (value := session.failed(names)) is not None
-    ]
-    if driver and driver[-1] >= 0 and not -4096 < driver[-1] < 0:
+    trace = session.trace(in_sight)
+    driver = trace.driver()
+    outer = driver[-1] if driver else trace.failed(Family.REQUEST, Family.UVERBS, Family.IO_URING)
+    inner = [value for families in _INNER if (value := trace.failed(*families)) is not None]
+    if outer is not None and outer >= 0:
         return None  # the registration succeeded in the end
-    if outer is None and driver and not inner:
-        return None
     if outer is None and not inner:
         return None
-    locks = session.of(DRIVER_PIN)
-    value = outer if outer is not None else inner[0]
-    names = [
-        one.function for one in session.returns if fn.DRIVER.match(one.function) or one.function in REGISTRARS
-    ]
-    call = (
-        names[-1]
-        if names
-        else next(
-            one.function
-            for one in (session.returns if session.tool == "retsnoop" else reversed(session.returns))
-            if -4096 < one.value < 0
-        )
-    )
-    decision = decide(session, in_sight)
-    if (
-        not locks
-        and not names
-        and decision.layer is None
-        and decision.remaining is None
-        and call not in (*fn.UMEM, *GUP_PIN)
-    ):
+    entered = of_family(Family.REQUEST, Family.IO_URING)
+    names = [name for name, _ in trace.returns if DRIVER.match(name) or name in entered]
+    deepest = trace.returns if session.tool == "retsnoop" else [*reversed(trace.returns)]
+    call = names[-1] if names else next(name for name, value in deepest if value < 0)
+    errno = ERRNO_NUMBERS.get(-(outer if outer is not None else inner[0]))
+    failure = Failure(session.tool, call, errno, session.text, trace=trace)
+    decision = failure.decide()
+    told = names or decision.layer or len(decision.candidates) < 3 or trace.of(Family.GPU_PIN)
+    if not told and call not in of_family(Family.UMEM, *_INNER[1]):
         return None
-    return Failure(
-        session.tool,
-        call,
-        ERRNO_NUMBERS.get(-value),
-        session.text,
-        buffer=GPU if decision.layer in ("peer-memory", "dma-buf") else HOST if session.of(GUP_PIN) else None,
-        layer=decision.layer,
-        layer_why=decision.why,
-        remaining=decision.remaining,
-        excluded=decision.excluded,
-    )
+    if decision.layer is not None and decision.layer.name in ("peer-memory", "dma-buf"):
+        failure.buffer = GPU
+    elif trace.of(*_INNER[1]) and trace.failed(*_INNER[1]) != -14:
+        failure.buffer = HOST  # of a GPU's address GUP says EFAULT
+    return failure

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from regrepro.errors import errno_name
-from regrepro.judge import tracefacts as fn
 from regrepro.judge.facts import Buffer, Facts, Pass, Pin, Registration
 from regrepro.judge.frames import pins_on, same_frames
 from regrepro.judge.owners import DRIVER_MODULES, UNASKED
@@ -21,17 +20,10 @@ from regrepro.judge.pagestate import PIN_BIAS, UNPINNABLE, PageState, cache_refe
 from regrepro.judge.rules import reached
 from regrepro.judge.spans import Run, Spans, together
 from regrepro.judge.tracefacts import Trace
+from regrepro.kernel_functions import Family, of_family
 from regrepro.record.events import TransferEvent
 
 NAME = "consistency"
-_TAKES_PINS = ("pin_user_pages_fast", "pin_user_pages", "pin_user_pages_remote", "pin_user_pages_unlocked")
-_TAKES_REFERENCES = (
-    "get_user_pages_fast",
-    "get_user_pages",
-    "get_user_pages_remote",
-    "get_user_pages_unlocked",
-)
-_IO_URING = ("io_sqe_buffers_register",)
 _MAX_ERRNO = 4095
 _UNTOLD = ("EUNKNOWN",)  # `watch`: nobody said the errno
 
@@ -292,14 +284,14 @@ def _outermost(registration: Registration) -> tuple[str, int | None]:
     """The function next to the system call whose return was seen, and the last that it returned."""
     trace = registration.trace
     if registration.verb == "ibv_reg_dmabuf_mr":
-        names: tuple[str, ...] = fn.DMABUF_HANDLER
+        family = Family.DMABUF_REQUEST
     elif registration.through_umem:
         seen = trace.driver()
         return "the provider", seen[-1] if seen else None
     else:
-        names = _IO_URING
-    values = trace.of(names)
-    return names[0], values[-1] if values else None
+        family = Family.IO_URING
+    values = trace.of(family)
+    return of_family(family)[0], values[-1] if values else None
 
 
 def _within(run: Pass, registration: Registration) -> Iterator[Flaw]:
@@ -309,7 +301,7 @@ def _within(run: Pass, registration: Registration) -> Iterator[Flaw]:
     trace, who = registration.trace, _of(registration)
     if _on_gpu(run, registration):
         return
-    gup, umem, driver = trace.of(fn.GUP), trace.of(fn.UMEM), trace.driver()
+    gup, umem, driver = trace.of(Family.GUP), trace.of(Family.UMEM), trace.driver()
     if registration.succeeded:
         for name, values in (("pin_user_pages_fast", gup), ("ib_umem_get", umem)):
             if values and values[-1] < 0:
@@ -319,7 +311,7 @@ def _within(run: Pass, registration: Registration) -> Iterator[Flaw]:
         yield Flaw(f"pin_user_pages_fast returned {gup[-1]}, and ib_umem_get {umem[-1]}", who)
     if umem and driver and umem[-1] < 0 and driver[-1] >= 0:
         yield Flaw(f"ib_umem_get returned {umem[-1]}, and the provider succeeded", who)
-    inner = trace.of(("__gup_longterm_locked",))
+    inner = trace.of(Family.LONGTERM)
     if inner and gup and gup[-1] < 0 and inner[-1] != gup[-1]:
         yield Flaw(f"__gup_longterm_locked returned {inner[-1]}, and pin_user_pages_fast {gup[-1]}", who)
 
@@ -371,11 +363,11 @@ def _requests(facts: Facts, run: Pass) -> Iterator[Flaw]:
         trace, who = registration.trace, _of(registration)
         if not trace.complete or run.watched:
             continue
-        if registration.through_umem and trace.of(_IO_URING) and not trace.driver():
+        if registration.through_umem and trace.of(Family.IO_URING) and not trace.driver():
             yield Flaw("the trace is that of io_uring, not of a verb", who)
         if not registration.through_umem and trace.driver():
             yield Flaw("the trace is that of a verb, not of io_uring", who)
-        calls = [call for call in trace.gup_calls if call["fn"] in fn.GUP]
+        calls = [call for call in trace.gup_calls if call["fn"] in of_family(Family.GUP)]
         size, address, pages = facts.page_size, registration.address, _pages(facts, registration)
         if any(not call["longterm"] for call in calls):
             yield Flaw("the registration's own trace shows a pin without FOLL_LONGTERM", who)
@@ -386,7 +378,7 @@ def _requests(facts: Facts, run: Pass) -> Iterator[Flaw]:
         if any(not first <= start < first + pages * size for start in starts):
             yield Flaw("the trace shows a pin of other addresses than those that were registered", who)
         pinned = sum(max(call["ret"], 0) for call in calls)
-        whole = len(calls) == len(trace.of(fn.GUP)) and not _on_gpu(run, registration)
+        whole = len(calls) == len(trace.of(Family.GUP)) and not _on_gpu(run, registration)
         if registration.succeeded and whole and pinned != pages:
             yield Flaw(f"{pages} pages were registered, and the trace shows {pinned} pinned", who)
 
@@ -545,13 +537,13 @@ def _by_registrations(facts: Facts, run: Pass) -> Iterator[Flaw]:
                 yield Flaw(text, who)
         elif any(alive[1] is False for alive in registration.alive.values()):
             continue  # a pin went while this one came
-        elif fewer and trace.absent(fn.GUP):
+        elif fewer and trace.absent(Family.GUP):
             text = "the registration succeeded and pinned nothing: no pin_user_pages in its trace, "
             text += f"no reference more on page {fewer}"
             yield Flaw(text, who, "register without ON_DEMAND: such an MR says nothing of pins")
         elif fewer:
             yield Flaw(f"the registration succeeded, and page {fewer} bears no pin more", who)
-        elif more and trace.probed is not None and trace.absent(fn.GUP):
+        elif more and trace.probed is not None and trace.absent(Family.GUP):
             yield Flaw(f"page {more} bears a pin more, and the trace shows no pin_user_pages", who)
 
 
@@ -626,9 +618,9 @@ def _flags(facts: Facts, run: Pass) -> Iterator[Flaw]:
         if pin.kind == "none" or pin.errno is not None or not pin.trace.complete:
             continue
         who, taken = _of(pin), [call for call in pin.trace.gup_calls if call["ret"] > 0]
-        refused = pin.trace.failed(_IO_URING)
+        refused = pin.trace.failed(Family.IO_URING)
         if refused is not None and pin.owner not in UNASKED:
-            yield Flaw(f"pin {pin.id} was taken, and {_IO_URING[0]} returned {refused}", who)
+            yield Flaw(f"pin {pin.id} was taken, and {of_family(Family.IO_URING)[0]} returned {refused}", who)
         longterm = any(call["longterm"] for call in taken)
         if pin.owner in UNASKED:
             stayed = pin.after.unpinnable & pin.spans if pin.after is not None else Spans()
@@ -640,13 +632,13 @@ def _flags(facts: Facts, run: Pass) -> Iterator[Flaw]:
             yield Flaw(f"pin {pin.id} is one without FOLL_LONGTERM, and its trace shows FOLL_LONGTERM", who)
         if taken and pin.kind == "longterm" and not longterm:
             yield Flaw(f"pin {pin.id} is one with FOLL_LONGTERM, and its trace shows none", who)
-        names = _TAKES_REFERENCES if pin.kind == "get" else _TAKES_PINS
-        got = pin.trace.of((*_TAKES_PINS, *_TAKES_REFERENCES))
-        if got and not pin.trace.of(names):
+        family = Family.TAKES_REFERENCES if pin.kind == "get" else Family.TAKES_PINS
+        got = pin.trace.of(Family.TAKES_PINS, Family.TAKES_REFERENCES)
+        if got and not pin.trace.of(family):
             yield Flaw(f"pin {pin.id} ({pin.kind}) was taken by a function that takes no such reference", who)
         elif got and max(got) <= 0:
             yield Flaw(f"pin {pin.id} was taken, and its trace shows that the kernel refused it", who)
-        elif not got and pin.trace.probed is not None and pin.trace.probed.issuperset(names):
+        elif not got and pin.trace.probed is not None and pin.trace.probed.issuperset(of_family(family)):
             yield Flaw(f"pin {pin.id} was taken, and its trace shows no call that takes references", who)
 
 

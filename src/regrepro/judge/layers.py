@@ -3,41 +3,25 @@
 Each rule looks at the trace, the page state and what was asked for, never at the errno alone, and names a
 layer only where these leave no other. What they cannot tell apart is `unknown`, with what is missing. Rules
 marked "never exercised" have no planted fault: nothing that runs without the hardware makes the kernel fail
-there.
+there. A pasted log goes through the same rules, as a call of which only the trace is known, or the errno
+alone; where no rule names a layer, judge/narrowing.py says which are left.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from regrepro.judge import tracefacts as fn
 from regrepro.judge.facts import Buffer, Facts, Pass, Pin, Registration
+from regrepro.judge.layer_table import MemoryKind
+from regrepro.judge.narrowing import Narrowed, narrow
 from regrepro.judge.pagestate import PageState, cache_references, whole_number
 from regrepro.judge.rules import TRANSIENT
 from regrepro.judge.spans import Spans
 from regrepro.judge.tracefacts import Trace
-
-LAYERS = (
-    "memlock-accounting",
-    "page-fault",
-    "longterm-refused",
-    "page-migration",
-    "migration-target",
-    "umem-alloc",
-    "dma-map",
-    "bar-map",
-    "peer-memory",
-    "dma-buf",
-    "cuda-pin",
-    "memory-cgroup",
-    "mkey",
-    "device",
-    "arguments",
-    "unknown",
-)
+from regrepro.kernel_functions import Family
 
 MOVE_REFUSED = (
     "migrate_pages, mm/migrate.c: a page is isolated for the move, which takes one reference more (1,025 "
@@ -50,6 +34,7 @@ what is observed is the count of pages that `migrate_pages` returns.
 """
 UINT_MAX, SIZE_MAX = 2**32 - 1, 2**64 - 1
 UNLIMITED = 2**64
+DMABUF_VERB = "ibv_reg_dmabuf_mr"
 _NOT_RECORDED = object()
 ENOMEM, EFAULT, EINVAL, EPERM, EOPNOTSUPP = -12, -14, -22, -1, -95
 # Access flags that ib_access_writable (include/rdma/ib_verbs.h) counts.
@@ -84,6 +69,23 @@ class Call:
     run: Pass
     registration: Registration
     buffer: Buffer | None
+    log: bool = False
+    """It stands in somebody's log: what that does not show may have been there."""
+    memory: MemoryKind | None = None
+    """What a log says was registered."""
+
+    @classmethod
+    def of_log(cls, trace: Trace, verb: str, errno: str, memory: MemoryKind | None) -> Call:
+        """Return a call of which a log tells no more than this; `errno` "" where it tells none."""
+        if "dmabuf" in verb or trace.of(Family.DMABUF, Family.DMABUF_REQUEST):
+            verb, memory = DMABUF_VERB, MemoryKind.DMABUF
+        elif trace.of(Family.IO_URING, Family.IO_PIN):
+            verb = "io_uring_register_buffers"
+        facts = Facts({}, [], None, [], None, [], {})
+        asked = Registration(
+            0, 0, 0, verb, None, None, None, None, None, errno, None, None, {}, trace, None, Spans()
+        )
+        return cls(facts, Pass("", "", None), asked, None, log=True, memory=memory)
 
     @property
     def trace(self) -> Trace:
@@ -195,11 +197,11 @@ def arguments(call: Call) -> Layer | None:
     -EOPNOTSUPP.
     """
     reg, trace = call.registration, call.trace
-    if reg.verb == "ibv_reg_dmabuf_mr" or reg.errno not in ("EINVAL", "EOPNOTSUPP", "EOVERFLOW", "ENOTSUP"):
+    if reg.verb == DMABUF_VERB or reg.errno not in ("EINVAL", "EOPNOTSUPP", "EOVERFLOW", "ENOTSUP"):
         return None
-    if trace.of(fn.GUP) and not trace.failed(fn.GUP):
+    if trace.of(Family.GUP) and not trace.failed(Family.GUP):
         return None
-    how = "observed" if trace.absent(fn.GUP) else "inferred"
+    how = "observed" if trace.absent(Family.GUP) else "inferred"
     access = set(reg.access or ())
     if "ON_DEMAND" in access and (reg.address, reg.length) == (0, SIZE_MAX):
         # Address 0 and all lengths ask for the whole address space.
@@ -207,9 +209,9 @@ def arguments(call: Call) -> Layer | None:
         return Layer("arguments", why, how, "rxe_reg_user_mr, drivers/infiniband/sw/rxe; ib_check_mr_access")
     if reg.errno == "EINVAL":
         return _invalid(call, access, how)
-    if trace.failed(fn.UMEM) is not None and "ON_DEMAND" not in access:
+    if trace.failed(Family.UMEM) is not None and "ON_DEMAND" not in access:
         return None  # the RDMA core's own refusal, which no flag of the request explains
-    if trace.absent(fn.GUP) or "ON_DEMAND" in access:
+    if trace.absent(Family.GUP) or "ON_DEMAND" in access:
         source = "rxe_reg_user_mr, drivers/infiniband/sw/rxe/rxe_verbs.c; ib_check_mr_access"
         flags = ", ".join(reg.access or ()) or "none"
         why = f"the device refuses these access flags ({flags}) before a page is pinned"
@@ -235,7 +237,7 @@ def _invalid(call: Call, access: set[str], how: str) -> Layer | None:
     if access & {"REMOTE_WRITE", "REMOTE_ATOMIC"} and "LOCAL_WRITE" not in access:
         return Layer("arguments", "remote write without local write is refused", "inferred", source)
     special = access & SPECIAL
-    if special and trace.complete and not trace.driver() and trace.absent(fn.GUP):
+    if special and trace.complete and not trace.driver() and trace.absent(Family.GUP):
         names = ", ".join(sorted(special))
         why = f"uverbs refuses the access flags ({names}) before it asks the driver"
         return Layer("arguments", why, "inferred", source)
@@ -258,14 +260,14 @@ def memlock_accounting(call: Call) -> Layer | None:
     limit, capable, pages = call.memlock, call.capable, call.pages
     if reg.errno not in ("ENOMEM", "EPERM") or limit is None or capable is not False or pages is None:
         return None
-    if reg.verb == "ibv_reg_dmabuf_mr" or "ON_DEMAND" in (reg.access or ()):
+    if reg.verb == DMABUF_VERB or "ON_DEMAND" in (reg.access or ()):
         return None
     # The RDMA core counts before it pins; io_uring pins first and counts then.
-    if trace.of(fn.GUP) and (reg.through_umem or trace.failed(fn.GUP) is not None):
+    if trace.of(Family.GUP) and (reg.through_umem or trace.failed(Family.GUP) is not None):
         return None
-    if reg.through_umem and trace.fine(fn.UMEM):
+    if reg.through_umem and trace.fine(Family.UMEM):
         return None  # what counts did not fail, or was not even called
-    how = "observed" if trace.absent(fn.GUP) else "inferred"
+    how = "observed" if trace.absent(Family.GUP) else "inferred"
     source = "__ib_umem_get_va, drivers/infiniband/core/umem.c"
     if not reg.through_umem:
         source = "__io_account_mem, io_uring/rsrc.c"
@@ -280,7 +282,7 @@ def memlock_accounting(call: Call) -> Layer | None:
         added = f" and {locked} pinned before" if locked else ""
         why = f"{asked}{added} exceed the {allowed} that RLIMIT_MEMLOCK allows, and CAP_IPC_LOCK is missing"
         return Layer("memlock-accounting", why, how, source)
-    early = reg.through_umem and trace.absent(fn.GUP) and trace.failed(fn.UMEM) == ENOMEM
+    early = reg.through_umem and trace.absent(Family.GUP) and trace.failed(Family.UMEM) == ENOMEM
     if counted is None and early and limit < UNLIMITED:
         why = (
             f"no page was pinned yet, CAP_IPC_LOCK is missing, and RLIMIT_MEMLOCK allows {allowed} pages, of "
@@ -298,11 +300,13 @@ def device(call: Call) -> Layer | None:
     node's own permissions give -EACCES at open, before there is any registration.
     """
     reg, trace = call.registration, call.trace
-    if reg.errno in ("EIO", "ENODEV", "ENXIO") and not trace.driver() and not trace.of(fn.GUP):
-        how = "observed" if trace.absent(fn.GUP) else "inferred"
+    if call.log:
+        return None
+    if reg.errno in ("EIO", "ENODEV", "ENXIO") and not trace.driver() and not trace.of(Family.GUP):
+        how = "observed" if trace.absent(Family.GUP) else "inferred"
         source = "ib_uverbs_write and ib_uverbs_ioctl, drivers/infiniband/core"
         return Layer("device", "the device answered that it is gone before a page was looked at", how, source)
-    if reg.errno in ("EACCES", "EPERM") and not trace.driver() and not trace.of(fn.GUP):
+    if reg.errno in ("EACCES", "EPERM") and not trace.driver() and not trace.of(Family.GUP):
         opened = any(step.get("errno") in ("EACCES", "EPERM") for step in call.run.steps)
         if reg.errno == "EACCES" or opened:
             why = "the device's node may not be opened by this user"
@@ -319,15 +323,17 @@ def dma_buf(call: Call) -> Layer | None:
     kind; a range outside → -EINVAL; attach and map pass on the exporter's errno.
     """
     reg, trace = call.registration, call.trace
-    if reg.verb != "ibv_reg_dmabuf_mr":
+    if reg.verb != DMABUF_VERB:
         return None
     source = "UVERBS_METHOD_REG_DMABUF_MR, drivers/infiniband/core/uverbs_std_types_mr.c"
-    failed = trace.failed(fn.DMABUF)
+    failed = trace.failed(Family.DMABUF)
     if failed is not None:
         source = "ib_umem_dmabuf_get_with_dma_device, drivers/infiniband/core/umem_dmabuf.c"
         return Layer("dma-buf", f"the dma-buf could not be attached or mapped ({failed})", "observed", source)
+    if call.log:
+        return None
     if reg.errno == "EOPNOTSUPP" and not trace.driver():
-        seen = trace.failed(fn.DMABUF_HANDLER) == EOPNOTSUPP or trace.absent(fn.DMABUF)
+        seen = trace.failed(Family.DMABUF_REQUEST) == EOPNOTSUPP or trace.absent(Family.DMABUF)
         how = "observed" if trace.complete and seen else "inferred"
         return Layer("dma-buf", "the provider or the driver has no dma-buf support", how, source)
     if reg.errno == "EBADF":
@@ -345,10 +351,12 @@ def migration_target(call: Call) -> Layer | None:
     decide.
     """
     last = _last_migration(call.trace)
-    if not call.trace.complete or last != ENOMEM:
+    if not (call.trace.complete or call.log) or last != ENOMEM:
         return None
     large = call.buffer is not None and call.buffer.backing == "thp"
     if large and _held_beyond_baseline(call):
+        return None
+    if call.log and (call.trace.migrations[-1].large or call.trace.failed(Family.GUP) != ENOMEM):
         return None
     source = "migrate_pages and alloc_migration_target, mm/migrate.c"
     return Layer("migration-target", "migrate_pages returned -ENOMEM: no page to move to", "observed", source)
@@ -390,9 +398,9 @@ def bar_map(call: Call) -> Layer | None:
     mm/gup.c). Told by the mapping at which the call stopped: of a device or a PCI resource, or one of frames
     without pages (VmFlags `pf` of smaps).
     """
-    if call.registration.errno != "EFAULT" or call.trace.failed(fn.GUP) not in (EFAULT, None):
+    if call.registration.errno != "EFAULT" or call.trace.failed(Family.GUP) not in (EFAULT, None):
         return None
-    how = "observed" if call.trace.failed(fn.GUP) else "inferred"
+    how = "observed" if call.trace.failed(Family.GUP) else "inferred"
     path = _vma_path(call)
     if re.search(r"/dev/nvidia|/resource\d+(_wc)?$|/dev/mem$|/dev/gdrdrv", path):
         return Layer("bar-map", f"{path} maps a device, not pages", how, "check_vma_flags, mm/gup.c")
@@ -408,9 +416,9 @@ def peer_memory(call: Call) -> Layer | None:
     """A GPU address without, or refused by, the peer-memory driver (nvidia-peermem's get_pages; without it
     the address falls to `pin_user_pages_fast`, which knows no such page → -EFAULT). Never exercised.
     """
-    if call.registration.verb == "ibv_reg_dmabuf_mr":
+    if call.registration.verb == DMABUF_VERB:
         return None
-    failed = call.trace.failed(fn.PEER)
+    failed = call.trace.failed(Family.PEER)
     if failed is not None:
         return Layer("peer-memory", f"the peer-memory driver returned {failed}", "observed", "nvidia-peermem")
     if call.buffer is not None and call.buffer.on_gpu and call.registration.errno in ("EFAULT", "EINVAL"):
@@ -431,23 +439,23 @@ def longterm_refused(call: Call) -> Layer | None:
     reg, trace = call.registration, call.trace
     if reg.errno == "ENOMEM" and call.buffer is not None and call.buffer.backing == "hugetlb":
         stuck = reg.before.unpinnable & reg.spans if reg.before is not None else Spans()
-        untried = trace.absent(("migrate_pages",)) and not trace.migrations
-        if stuck and untried and trace.failed(fn.GUP) == ENOMEM:
+        untried = trace.absent(Family.MIGRATE) and not trace.migrations
+        if stuck and untried and trace.failed(Family.GUP) == ENOMEM:
             why = "the kernel refuses a huge page in unpinnable memory, and does not try to move it"
             return Layer("longterm-refused", why, "observed", "follow_hugetlb_page, mm/hugetlb.c")
         return None
-    if reg.errno == "EOPNOTSUPP" and reg.through_umem and trace.failed(fn.GUP) == EOPNOTSUPP:
+    if reg.errno == "EOPNOTSUPP" and reg.through_umem and trace.failed(Family.GUP) == EOPNOTSUPP:
         why = "the range is of a file in persistent memory (fs-dax), which may not be pinned for long"
         return Layer("longterm-refused", why, "observed", "check_vma_flags, mm/gup.c")
-    if reg.errno == "EOPNOTSUPP" and not reg.through_umem and trace.failed(fn.GUP) is None:
+    if reg.errno == "EOPNOTSUPP" and not reg.through_umem and trace.failed(Family.GUP) is None:
         vma = _vma(call)
-        if trace.of(fn.GUP) and vma is not None and vma.may_be_written_back:
+        if trace.of(Family.GUP) and vma is not None and vma.may_be_written_back:
             why = "io_uring pinned the range and refuses it, since it is of a file"
             return Layer("longterm-refused", why, "inferred", "io_pin_pages, io_uring/rsrc.c, before 6.5")
         return None
     if not _refuses_file(call):
         return None
-    how = "observed" if trace.failed(fn.GUP) else "inferred"
+    how = "observed" if trace.failed(Family.GUP) else "inferred"
     why = "the call stopped at a writable shared mapping of a file, which may not be pinned for long"
     return Layer("longterm-refused", why, how, "check_vma_flags, mm/gup.c")
 
@@ -463,7 +471,7 @@ def _refuses_file(call: Call) -> bool | None:
     reg, trace = call.registration, call.trace
     if reg.errno != "EFAULT" or reg.address is None:
         return False
-    if trace.complete and trace.failed(fn.GUP) != EFAULT:
+    if trace.complete and trace.failed(Family.GUP) != EFAULT:
         return False
     vma = _vma(call)
     if vma is None or not vma.shared or not vma.writable or call.writes is False:
@@ -504,8 +512,8 @@ def page_fault(call: Call) -> Layer | None:
     beyond TASK_SIZE (`gup_fast_fallback`), a page beyond the end of the mapped file (VM_FAULT_SIGBUS).
     """
     reg = call.registration
-    seen = call.trace.failed(fn.GUP_INNER)
-    if reg.errno != "EFAULT" or (call.trace.complete and seen not in (EFAULT, None)):
+    seen = call.trace.failed(Family.LONGTERM, Family.GUP_PATH, Family.GUP)
+    if call.log or reg.errno != "EFAULT" or (call.trace.complete and seen not in (EFAULT, None)):
         return None
     if _refuses_file(call) is None:
         return None
@@ -546,10 +554,10 @@ def umem_alloc(call: Call) -> Layer | None:
     mapping for the device, which alone comes after, is in sight and did not fail. Never exercised.
     """
     trace, pages = call.trace, call.pages
-    pinned = trace.of(fn.GUP)
-    if not trace.complete or trace.failed(fn.UMEM) != ENOMEM or not pinned or min(pinned) <= 0:
+    pinned = trace.of(Family.GUP)
+    if not trace.complete or trace.failed(Family.UMEM) != ENOMEM or not pinned or min(pinned) <= 0:
         return None
-    if pages is None or not (sum(pinned) < pages or trace.fine(fn.DMA_MAP)):
+    if pages is None or not (sum(pinned) < pages or trace.fine(Family.DMA_MAP)):
         return None
     source = "__ib_umem_get_va, drivers/infiniband/core/umem.c"
     why = f"{sum(pinned)} of {pages} pages were pinned; what was to hold them could not be allocated"
@@ -561,8 +569,8 @@ def dma_map(call: Call) -> Layer | None:
     exercised: rxe maps virtually. Before 5.15 no function of it can be told from others' use.
     """
     trace = call.trace
-    failed = trace.failed(fn.DMA_MAP)
-    if failed is None or trace.failed(fn.GUP) is not None:
+    failed = trace.failed(Family.DMA_MAP)
+    if failed is None or trace.failed(Family.GUP) is not None:
         return None
     source = "__ib_umem_get_va, drivers/infiniband/core/umem.c"
     return Layer("dma-map", f"mapping the pinned pages for the device failed ({failed})", "observed", source)
@@ -577,8 +585,8 @@ def mkey(call: Call) -> Layer | None:
     `ib_umem_get` did not fail: before a page was pinned, or after all were.
     """
     trace = call.trace
-    failed = trace.failed(fn.MKEY)
-    if failed is not None and trace.failed(fn.GUP) is None:
+    failed = trace.failed(Family.MKEY)
+    if failed is not None and trace.failed(Family.GUP) is None:
         return Layer(
             "mkey",
             f"the device could not allocate an MR ({failed})",
@@ -588,12 +596,12 @@ def mkey(call: Call) -> Layer | None:
     driver = trace.driver()
     if not trace.complete or not driver or driver[-1] >= 0 or driver[-1] == EOPNOTSUPP:
         return None
-    if not trace.fine(fn.UMEM):
+    if not trace.fine(Family.UMEM):
         return None
-    if trace.absent(fn.GUP) and _valid(call):
+    if trace.absent(Family.GUP) and _valid(call):
         why = f"the provider returned {driver[-1]} for a valid request before pinning: it has no MR to give"
         return Layer("mkey", why, "inferred", "rxe_reg_user_mr, drivers/infiniband/sw/rxe/rxe_verbs.c")
-    pinned = trace.of(fn.GUP)
+    pinned = trace.of(Family.GUP)
     if pinned and pinned[-1] > 0:
         why = f"every page was pinned, and the provider then returned {driver[-1]}"
         return Layer("mkey", why, "inferred", "mlx5_ib_reg_user_mr, drivers/infiniband/hw/mlx5/mr.c")
@@ -625,16 +633,45 @@ RULES: tuple[Callable[[Call], Layer | None], ...] = (
 order only settles who says it."""
 
 
+@dataclass(frozen=True)
+class Decision:
+    """What failed. `layer`: the one that is named, or None; then `candidates` are left, `why` says why no
+    fewer, and `excluded` why it is none of the others.
+    """
+
+    layer: Layer | None
+    candidates: tuple[str, ...]
+    why: str = ""
+    excluded: Mapping[str, str] = field(default_factory=dict)
+
+
+def decide(call: Call) -> Decision:
+    """Name the deepest failing layer of a call, or say which are left and what excludes the others."""
+    left = _narrow(call)
+    if call.log and left.shown:
+        return Decision(Layer(left.candidates[0], left.why), left.candidates, left.why)
+    for rule in RULES:
+        layer = rule(call)
+        if layer is not None:
+            return Decision(layer, (layer.name,), layer.why)
+    return Decision(None, left.candidates, left.why, left.excluded)
+
+
+def _narrow(call: Call) -> Narrowed:
+    reg, memory = call.registration, call.memory
+    if reg.verb == DMABUF_VERB:
+        memory = MemoryKind.DMABUF
+    elif call.buffer is not None:
+        memory = MemoryKind.GPU if call.buffer.on_gpu else MemoryKind.HOST
+    return narrow(call.trace, reg.errno or "", memory, io_uring=not reg.through_umem)
+
+
 def classify(facts: Facts, run: Pass, registration: Registration) -> Layer:
     """Name the deepest failing layer of a registration that failed."""
     call = Call(facts, run, registration, run.buffers.get(registration.buffer))
     if call.page == 1:
         return Layer("unknown", "the record does not say the page size", "missing")
-    for rule in RULES:
-        layer = rule(call)
-        if layer is not None:
-            return layer
-    return Layer("unknown", _what_is_missing(call), "missing")
+    return decide(call).layer or Layer("unknown", _what_is_missing(call), "missing")
 
 
 def classify_pin(facts: Facts, run: Pass, pin: Pin) -> Layer:

@@ -18,6 +18,7 @@ from regrepro.judge.frames import pins_on, same_frames
 from regrepro.judge.owners import UNASKED, held_now, rose
 from regrepro.judge.pagestate import PIN_BIAS, PageState, cache_references
 from regrepro.judge.spans import Spans
+from regrepro.kernel_functions import Family
 
 TRANSIENT = 1
 """A page in a per-CPU LRU batch (mm/swap.c) has one reference more, and so has one in the swap cache."""
@@ -399,13 +400,9 @@ def trace_ends_in_a_failed_migration(case: Case) -> Check:
             trace.status, "run it again"
         )
         return Check(name, MISSING, f"the trace is {trace.status}: {trace.why or 'no reason recorded'}", how)
-    for names, what in (
-        (("pin_user_pages_fast",), "pin_user_pages_fast"),
-        (("migrate_pages",), "migrate_pages"),
-    ):
-        values = trace.of(names)
-        if what == "pin_user_pages_fast" and values and values[-1] >= 0:
-            return Check(name, CONTRADICTED, "pin_user_pages_fast succeeded, so something else failed")
+    values = trace.of(Family.GUP)
+    if values and values[-1] >= 0:
+        return Check(name, CONTRADICTED, "pin_user_pages_fast succeeded, so something else failed")
     if not trace.migrations:
         if trace.hidden("migrate_pages") and trace.hidden("mm_migrate_pages"):
             return Check(name, OK, "this kernel does not let migrate_pages be seen")

@@ -3,40 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from regrepro.judge.pagestate import whole_number
-
-# Families of functions that do one job under several names. A family is in sight if one of them is. Of each,
-# `run` or `watch` probes at least one: a rule that rests on what nobody looks at would never speak.
-GUP = ("pin_user_pages_fast", "pin_user_pages")
-GUP_INNER = ("__gup_longterm_locked", "__get_user_pages", *GUP)
-UMEM = ("__ib_umem_get_va", "ib_umem_get")
-DMABUF = (
-    "ib_umem_dmabuf_get_with_dma_device",
-    "ib_umem_dmabuf_get",
-    "ib_umem_dmabuf_map_pages",
-    "dma_buf_get",
-    "dma_buf_dynamic_attach",
-)
-DMABUF_HANDLER = ("ib_uverbs_handler_UVERBS_METHOD_REG_DMABUF_MR",)
-DMA_MAP = ("dma_map_sgtable", "ib_dma_map_sgtable_attrs", "dma_map_sg_attrs", "__dma_map_sg_attrs")
-MKEY = (
-    "mlx5_core_create_mkey",
-    "mlx5_ib_create_mkey",
-    "mlx5_mr_cache_alloc",
-    "reg_create",
-    "rxe_add_to_pool",
-    "__rxe_add_to_pool",
-    "rxe_alloc",
-)
-PEER = ("nvidia_p2p_get_pages", "nvidia_p2p_get_pages_persistent", "ib_umem_get_peer", "nv_mem_get_pages")
-DRIVER = re.compile(r"^(?!ib_)(?:\w+_)?reg(?:_user)?_mr(?:_dmabuf)?$")
-REASONS = ("longterm_pin", "contig_range")
-"""`enum migrate_reason` of a migration out of unpinnable memory for a pin: MR_LONGTERM_PIN since 5.13,
-MR_CONTIG_RANGE before (check_and_migrate_cma_pages in mm/gup.c)."""
+from regrepro.kernel_functions import DRIVER, REASONS, Family, of_family
 
 
 @dataclass(frozen=True)
@@ -45,13 +17,14 @@ class Migration:
 
     `returned` is its return value: how many pages (folios) would not move, or a negative errno; None where
     only the tracepoint was seen (a tracer may record failures alone). `reason`, `succeeded`, `failed` come
-    from the tracepoint, or are None.
+    from the tracepoint, or are None; `large`: a huge page or large folio was among those that failed.
     """
 
     returned: int | None
     reason: str | None = None
     succeeded: int | None = None
     failed: int | None = None
+    large: bool = False
 
 
 @dataclass(frozen=True)
@@ -95,31 +68,42 @@ class Trace:
         """The functions that the tracer says it had probed."""
         return (self.probed or frozenset()) | self.probed_failures
 
-    def of(self, names: Iterable[str]) -> list[int]:
-        """Return values of these functions, in time order."""
-        wanted = frozenset(names)
+    def of(self, *families: Family) -> list[int]:
+        """Return values of the functions of these families, in time order."""
+        wanted = of_family(*families)
         return [value for name, value in self.returns if name in wanted]
+
+    @property
+    def left_behind(self) -> int:
+        """How many pages the last migration says that it left behind; 0 where it does not say."""
+        told = [step.returned for step in self.migrations if step.returned is not None]
+        return max(told[-1], 0) if told else 0
+
+    @property
+    def pinned(self) -> bool:
+        """Whether a call that takes pins took some."""
+        return any(value > 0 for value in self.of(Family.GUP, Family.TAKES_PINS, Family.GUP_PATH))
 
     def driver(self) -> list[int]:
         """Return values of the provider's `reg_user_mr` (`rxe_reg_user_mr`, `mlx5_ib_reg_user_mr`, …)."""
         return [value for name, value in self.returns if DRIVER.match(name)]
 
-    def absent(self, names: Iterable[str]) -> bool:
+    def absent(self, family: Family) -> bool:
         """Whether none of these functions was called: nothing lost, every return in sight, none seen."""
-        names = tuple(names)
-        if not self.complete or self.of(names):
+        names = of_family(family)
+        if not self.complete or self.of(family):
             return False
         if self.probed is not None:
             return self.probed.issuperset(names)
         return not any(self.hidden(name) for name in names)
 
-    def fine(self, names: Iterable[str]) -> bool:
+    def fine(self, family: Family) -> bool:
         """Whether none of these functions failed: nothing lost, failures of one of them in sight, none seen.
 
         They are names that one function has had, or do one job.
         """
-        names = tuple(names)
-        if not self.complete or self.failed(names) is not None:
+        names = of_family(family)
+        if not self.complete or self.failed(family) is not None:
             return False
         if self.probed is not None:
             return any(name in self.probed | self.probed_failures for name in names)
@@ -130,9 +114,9 @@ class Trace:
         """Whether this kernel does not let a function or tracepoint be seen."""
         return any(known == name or known.endswith(f":{name}") for known in self.missing)
 
-    def failed(self, names: Iterable[str]) -> int | None:
+    def failed(self, *families: Family) -> int | None:
         """The last return value of these functions if it is an errno, else None."""
-        values = self.of(names)
+        values = self.of(*families)
         return values[-1] if values and values[-1] < 0 else None
 
 
@@ -174,13 +158,13 @@ def _fill(trace: Trace, value: Mapping[str, Any]) -> str:
                 continue  # a function that returns nothing, or one seen at its entry
             trace.returns.append((name, ret))
             _note_gup_call(trace, name, ret, event)
-            if name in GUP:
+            if name in of_family(Family.GUP):
                 trace.stop = _stop(event) if ret < 0 else None
             if name == "migrate_pages":
                 # The tracepoint lies within the function, so it comes right before the return.
                 within = seen[-1] if seen and seen[-1].returned is None else None
                 if within is not None:
-                    seen[-1] = Migration(ret, within.reason, within.succeeded, within.failed)
+                    seen[-1] = replace(within, returned=ret)
                     ours[-1] = _for_a_pin(within, event.get("caller"))
                 else:
                     seen.append(Migration(ret))
@@ -194,9 +178,12 @@ def _fill(trace: Trace, value: Mapping[str, Any]) -> str:
                     reason if isinstance(reason, str) else None,
                     whole_number(fields.get("nr_succeeded")),
                     whole_number(fields.get("nr_failed")),
+                    any(
+                        whole_number(fields.get(name)) for name in ("nr_thp_failed", "nr_large_folio_failed")
+                    ),
                 )
             )
-            ours.append(reason in REASONS)
+            ours.append(reason in REASONS.values())
     trace.migrations = [step for step, is_ours in zip(seen, ours, strict=True) if is_ours]
     missing = value.get("missing")
     for item in missing if isinstance(missing, list) else []:
@@ -263,7 +250,7 @@ def _for_a_pin(tracepoint: Migration | None, caller: object) -> bool:
     The tracepoint's reason says so; without it the caller does (mm/gup.c's functions, some of them inlined).
     """
     if tracepoint is not None and tracepoint.reason is not None:
-        return tracepoint.reason in REASONS
+        return tracepoint.reason in REASONS.values()
     if not isinstance(caller, str) or not caller:
         return tracepoint is None
     return any(part in caller for part in ("longterm", "check_and_migrate", "gup", "pin_user_pages"))

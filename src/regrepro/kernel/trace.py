@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from regrepro.errors import EnvironmentProblem, errno_name
 from regrepro.kernel import procfs, trace_flags, trace_fs, trace_parse, trace_probes, trace_tree
+from regrepro.kernel_functions import TRACEPOINTS, CallDepth, Family, KernelFunction
 
 if TYPE_CHECKING:
     from regrepro.kernel.journal import Entry, Journal
-    from regrepro.kernel.trace_probes import Point
 
 PAGE_SIZE: int = os.sysconf("SC_PAGE_SIZE")
 
@@ -209,9 +209,9 @@ class Tracer:
         assert self._tracefs is not None
         events = self._tracefs / "kprobe_events"
         self._arguments_at_return = trace_fs.return_probes_have_arguments(self._tracefs)
-        for point in trace_probes.POINTS:
+        for point in trace_probes.PROBED:
             if point.module and not Path("/sys/module", point.module).exists():
-                if point not in (*trace_probes.DRIVERS, *trace_probes.NVIDIA):
+                if point.module != "nvidia" and Family.DRIVER not in point.families:
                     self._missing.append(
                         {"fn": point.names[0], "why": f"the module {point.module} is not loaded"}
                     )
@@ -221,17 +221,15 @@ class Tracer:
                 why = self._place(events, instance, name, point)
                 if why:
                     refused.append((name, why))
-                elif not point.every:
+                else:
                     refused = []
                     break
-            if refused and not point.every:
+            if refused:
                 others = f" (nor has it {', '.join(name for name, _ in refused[1:])})" if refused[1:] else ""
                 self._missing.append({"fn": refused[0][0], "why": refused[0][1] + others})
-            elif refused:
-                self._missing += [{"fn": name, "why": why} for name, why in refused]
-        if not any(point.layer is trace_probes.Layer.DRIVER for point in self._placed_points()):
+        if not any(point.depth is CallDepth.DRIVER for point in self._placed_points()):
             self._missing.append({"fn": "reg_user_mr", "why": "no RDMA driver that is known here is loaded"})
-        for system, name in trace_probes.TRACEPOINTS:
+        for system, name in TRACEPOINTS:
             try:
                 trace_fs.write(instance / "events" / system / name / "enable", "1")
                 self._names[name] = name, "tracepoint"
@@ -240,11 +238,11 @@ class Tracer:
         if not self._probes:
             raise _Unusable("the kernel lets us probe none of the functions that matter")
 
-    def _placed_points(self) -> list[Point]:
+    def _placed_points(self) -> list[KernelFunction]:
         placed = {name for name, _ in self._probes}
-        return [point for point in trace_probes.POINTS if placed.intersection(point.names)]
+        return [point for point in trace_probes.PROBED if placed.intersection(point.names)]
 
-    def _place(self, events: Path, instance: Path, name: str, point: Point) -> str:
+    def _place(self, events: Path, instance: Path, name: str, point: KernelFunction) -> str:
         """Make a function's probe (and an entry probe where the return cannot tell arguments); "" or why
         not.
         """

@@ -1,8 +1,8 @@
 """The failing path of a call as a person reads it: an indented tree, outermost function first.
 
 Pure: works on the events of a trace (docs/record.md), here or on any other machine. A function's place comes
-from its layer (`trace_probes.Layer`) and its caller, since a return is recorded after those of the functions
-that it called.
+from its depth (`kernel_functions.CallDepth`) and its caller, since a return is recorded after those of the
+functions that it called.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from regrepro.errors import errno_name as name_of
-from regrepro.kernel.trace_probes import GUP_FUNCTIONS, LAYERS, RETURNS, Layer, Returns
+from regrepro.kernel.trace_probes import GUP_FUNCTIONS
+from regrepro.kernel_functions import BY_NAME, CallDepth, Returns
 
 MARK = "   <== deepest failure"
 
@@ -23,7 +24,7 @@ _MAX_ERRNO = 4095
 @dataclass
 class _Node:
     event: dict[str, Any]
-    layer: int
+    depth: int
     children: list[_Node] = field(default_factory=list)
 
     @property
@@ -47,16 +48,15 @@ def failed(event: Mapping[str, Any]) -> bool:
     if "tracepoint" in event:
         count = event["fields"].get("nr_failed")
         return isinstance(count, int) and count > 0
-    ret, layer = event.get("ret"), LAYERS.get(event.get("fn", ""))
+    ret, row = event.get("ret"), BY_NAME.get(event.get("fn", ""))
     if not isinstance(ret, int):
         return False
-    if layer is Layer.TARGET:
+    depth, returns = (row.depth, row.returns) if row is not None else (None, None)
+    if returns is Returns.POINTER_OR_NULL:
         return ret == 0
-    if RETURNS.get(event["fn"]) is Returns.NV_STATUS:
+    if returns is Returns.NV_STATUS or depth is CallDepth.MIGRATE:
         return ret != 0
-    if layer is Layer.MIGRATE:
-        return ret != 0
-    if layer is Layer.UNPINNABLE and ret == -errnos.EAGAIN:
+    if depth is CallDepth.UNPINNABLE and ret == -errnos.EAGAIN:
         return False
     return -_MAX_ERRNO <= ret < 0
 
@@ -83,13 +83,14 @@ def _nest(events: Sequence[Mapping[str, Any]]) -> list[_Node]:
     stack: list[_Node] = []
     for event in events:
         if "tracepoint" in event:
-            layer = Layer.TARGET.value
-        elif "ret" in event and event["fn"] in LAYERS:
-            layer = LAYERS[event["fn"]].value
+            depth: CallDepth | None = CallDepth.TARGET
         else:
+            row = BY_NAME.get(event["fn"]) if "ret" in event else None
+            depth = row.depth if row is not None else None
+        if depth is None:
             continue
-        node = _Node(dict(event), layer)
-        while stack and stack[-1].layer > layer:
+        node = _Node(dict(event), depth)
+        while stack and stack[-1].depth > depth:
             node.children.insert(0, stack.pop())
         stack.append(node)
     return stack
@@ -152,18 +153,19 @@ def _describe(node: _Node, depth: int, parent: str | None, items: list[dict[str,
 
 def _text(event: Mapping[str, Any], children: Sequence[_Node]) -> str:
     function, ret = event["fn"], event["ret"]
-    layer = LAYERS.get(function)
+    row = BY_NAME.get(function)
+    depth = row.depth if row is not None else None
     arguments = _arguments(event.get("args"))
     name = errno_name(ret)
     if name is not None:
         text = f"{function}{arguments} = -{name}"
-        if layer is Layer.UMEM:
+        if depth is CallDepth.UMEM:
             text += _after_pinning(children)
         return text
-    if layer is Layer.MIGRATE and ret > 0:
+    if depth is CallDepth.MIGRATE and ret > 0:
         return f"{function}: {ret} {'page' if ret == 1 else 'pages'} not migrated"
-    if RETURNS.get(function) is Returns.POINTER and ret == 0:
-        return f"{function} = NULL" + (": no page to move to" if layer is Layer.TARGET else "")
+    if ret == 0 and row is not None and row.returns in (Returns.POINTER, Returns.POINTER_OR_NULL):
+        return f"{function} = NULL" + (": no page to move to" if depth is CallDepth.TARGET else "")
     return f"{function}{arguments} = {ret}"
 
 

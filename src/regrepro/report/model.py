@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from regrepro.judge.layer_table import BY_NAME
 from regrepro.judge.names import name_of
 from regrepro.options import format_size
 from regrepro.record import key_of
@@ -369,10 +370,10 @@ def _asks(
             "(`regrepro report --format c`) shows the steps without regrepro",
         )
     elif verdict == "other-failure":
-        layer = (main or {}).get("layer") or "unknown"
+        layer = BY_NAME.get((main or {}).get("layer") or "", BY_NAME["unknown"])
         yield (
             "whoever sees this failure",
-            f"look at the layer that failed, {layer}; this report's evidence says why",
+            f"look at the layer that failed, {layer.name}: {layer.title}; this report's evidence says why",
         )
     elif verdict in ("unmet", "error"):
         hows = [

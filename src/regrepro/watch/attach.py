@@ -12,6 +12,7 @@ from regrepro.kernel import trace_flags
 from regrepro.kernel.btf import Btf, BtfError
 from regrepro.kernel.procfs import BTF_PATH, INITIAL_PID_NAMESPACE, KALLSYMS, lockdown, pid_namespace
 from regrepro.kernel.trace_flags import FlagNames
+from regrepro.kernel_functions import REASONS
 from regrepro.watch.bpf.engine import BpfEngine, RequestOffsets
 from regrepro.watch.correlate import Correlator
 from regrepro.watch.functions import (
@@ -127,14 +128,10 @@ class FollowedKernel:
         return sorted(new), engine.follow_new(self.functions, found)
 
 
-# enum migrate_reason, include/linux/migrate_mode.h since 5.17; MR_LONGTERM_PIN since 5.13.
-_REASONS = {"MR_CONTIG_RANGE": "contig_range", "MR_LONGTERM_PIN": "longterm_pin"}
-
-
 def pin_reasons(btf: Btf) -> dict[int, str]:
     """Return the numbers of the reasons for which pages are moved out of a pin's way, and their names."""
     values = btf.enum("migrate_reason") or {}
-    return {values[key]: name for key, name in _REASONS.items() if key in values}
+    return {values[key]: name for key, name in REASONS.items() if key in values}
 
 
 def request_offsets(btf: Btf) -> RequestOffsets | None:

@@ -6,48 +6,10 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from regrepro.kernel.trace_probes import DRIVERS, Returns
+from regrepro.kernel_functions import FUNCTIONS, KernelFunction, Returns, Watch, watched
 
-# Where a request of a program enters: int (*)(struct uverbs_attr_bundle *), drivers/infiniband/core.
-ENTRIES = (
-    ("ib_uverbs_reg_mr", "ib_uverbs"),
-    ("ib_uverbs_handler_UVERBS_METHOD_REG_MR", "ib_uverbs"),
-    ("ib_uverbs_handler_UVERBS_METHOD_REG_DMABUF_MR", "ib_uverbs"),
-)
-OPEN = ("ib_uverbs_open", "ib_uverbs")
-MIGRATE = "migrate_pages"
-# All int or long returns: negative is a failure.
-PINS = ("pin_user_pages_fast", "pin_user_pages")
-# What drivers and process_vm_readv let go of pins by (mm/gup.c), with a page or an array of pages in front.
-UNPINS = (
-    *("unpin_user_page", "unpin_user_pages", "unpin_user_pages_dirty_lock"),
-    "unpin_user_page_range_dirty_lock",
-)
-# Failures only. Newest names first; the first that exists is followed.
-INNER: tuple[tuple[tuple[str, ...], str, Returns], ...] = (
-    (("__ib_umem_get_va", "ib_umem_get"), "ib_core", Returns.POINTER),
-    (("ib_umem_dmabuf_get_with_dma_device", "ib_umem_dmabuf_get"), "ib_uverbs", Returns.POINTER),
-    (("dma_buf_get",), "", Returns.POINTER),
-    (("dma_map_sgtable",), "", Returns.INT),
-    (("mlx5_core_create_mkey",), "mlx5_core", Returns.INT),
-    (("__gup_longterm_locked",), "", Returns.LONG),
-    (
-        (
-            "migrate_longterm_unpinnable_folios",
-            "migrate_longterm_unpinnable_pages",
-            "check_and_migrate_movable_pages",
-            "check_and_migrate_cma_pages",
-        ),
-        "",
-        Returns.INT,
-    ),
-    (("nvidia_p2p_get_pages",), "nvidia", Returns.INT),
-    (("nvidia_p2p_get_pages_persistent",), "nvidia", Returns.INT),
-)
 # Modules whose functions are followed, and that may be loaded at any time.
-MODULES = frozenset(
-    name for name in (*(point.module for point in DRIVERS), *(row[1] for row in INNER)) if name
-)
+MODULES = frozenset(row.module for row in (*watched(Watch.DRIVER), *watched(Watch.FAILURE)) if row.module)
 
 
 @dataclass(frozen=True)
@@ -118,39 +80,25 @@ def loaded_modules(directory: Path = Path("/sys/module")) -> frozenset[str]:
 
 def find_functions(kallsyms: bytes, modules: Mapping[str, bool]) -> Functions:
     """Look up what this kernel has. `modules`: names of the loaded ones (or built in), by `name: True`."""
-    drivers = [(name, point.module) for point in DRIVERS for name in point.names]
-    plain = ("pin_user_pages", "pin_user_pages_remote")
-    wanted = {
-        *(name for name, _ in (*ENTRIES, OPEN, *drivers)),
-        *PINS,
-        *plain,
-        *UNPINS,
-        MIGRATE,
-        *(name for names, _, _ in INNER for name in names),
-    }
-    symbols = read_symbols(kallsyms, wanted)
+    symbols = read_symbols(kallsyms, {name for row in FUNCTIONS if row.watch for name in row.names})
     found = Functions()
 
-    def make(name: str, returns: Returns = Returns.INT) -> Function:
-        return Function(name, symbols[name], returns)
+    def make(row: KernelFunction) -> Function | None:
+        name = next((item for item in row.names if item in symbols), "")
+        return Function(name, symbols[name], row.returns) if name else None
 
-    found.entries += [make(name) for name, _ in ENTRIES if name in symbols]
-    for name, module in drivers:
-        if name in symbols and modules.get(module, True):
-            found.drivers.append(make(name, Returns.POINTER))
-    found.pins += [make(name, Returns.LONG) for name in PINS if name in symbols]
-    found.plain_pins += [make(name, Returns.LONG) for name in plain if name in symbols]
-    found.unpins += [make(name) for name in UNPINS if name in symbols]
-    for names, module, returns in INNER:
-        name = next((item for item in names if item in symbols), "")
-        if name:
-            found.inner.append(make(name, returns))
-        elif not module or modules.get(module, False):
-            found.missing[names[0]] = f"this kernel has no function {' or '.join(names)} to be seen"
-    found.open = make(OPEN[0]) if OPEN[0] in symbols else None
-    found.migrate = make(MIGRATE) if MIGRATE in symbols else None
-    if found.migrate is None:
-        found.missing[MIGRATE] = "this kernel has no function migrate_pages to be seen"
+    def those(what: Watch) -> list[Function]:
+        return [item for row in watched(what) if (item := make(row)) is not None]
+
+    found.entries, found.pins = those(Watch.REQUEST), those(Watch.PIN)
+    found.plain_pins, found.unpins = those(Watch.SHORT_TERM_PIN), those(Watch.UNPIN)
+    found.drivers = [item for item in those(Watch.DRIVER) if modules.get(item.module, True)]
+    found.inner = those(Watch.FAILURE)
+    found.open = next(iter(those(Watch.OPEN)), None)
+    found.migrate = next(iter(those(Watch.MIGRATION)), None)
+    for row in (*watched(Watch.FAILURE), *watched(Watch.MIGRATION)):
+        if make(row) is None and (not row.module or modules.get(row.module, False)):
+            found.missing[row.names[0]] = f"this kernel has no function {' or '.join(row.names)} to be seen"
     if not found.drivers:
         found.missing["reg_user_mr"] = "no RDMA driver that is known here is loaded"
     return found

@@ -5,11 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from regrepro.kernel_functions import Watch, watched
+
+_ALL = watched(Watch.SHORT_TERM_PIN)
 PINS: dict[str, tuple[str, ...]] = {
     "off": (),
-    "driver": ("pin_user_pages",),
-    "all": ("pin_user_pages", "pin_user_pages_remote"),
-    "unpins": ("pin_user_pages", "pin_user_pages_remote"),
+    # What a driver pins by takes no other process.
+    "driver": tuple(row.names[0] for row in _ALL if Watch.PIN in row.watch),
+    "all": tuple(row.names[0] for row in _ALL),
+    "unpins": tuple(row.names[0] for row in _ALL),
 }
 """A value of --pins → the functions whose short-term pins are remembered."""
 

@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-import ast
-from pathlib import Path
 from typing import Any
 
 import pytest
 import record_builder as build
-from record_builder import ADDRESS, CMA, OUT, PAGE, Builder, Record, find, returns, state, trace
+from record_builder import CMA, OUT, PAGE, Builder, Record, find, returns, state
 
 from regrepro.judge import judge_record
-
-UNCAPABLE = {"capabilities": ["CAP_SYS_ADMIN"]}
-PIN_FAILED = returns(("pin_user_pages_fast", -14), ("__ib_umem_get_va", -14), ("rxe_reg_user_mr", -14))
-
-
-def failed(
-    errno: str, traced: Any = None, *, node: dict[str, Any] | None = None, buffer: Any = None, **keys: Any
-) -> Record:
-    """A fault without a pin: one registration of ordinary memory that fails."""
-    builder = Builder(**(node or {}))
-    builder.memory_map()
-    builder.begin("fault", contract="none", expects={"none": "other-failure"}, controls={}, needs=())
-    builder.buffer(state(OUT), place="any", placed="as-allocated", **(buffer or {}))
-    before, after = keys.pop("before", state(OUT)), keys.pop("after", state(OUT))
-    builder.register(before, after, errno=errno, **{"trace": traced or trace(), **keys})
-    builder.end()
-    return builder.done()
+from unit.judge.layer_cases import (
+    CASES,
+    COUNTED,
+    FILE,
+    FILES,
+    OLD,
+    PIN_FAILED,
+    UMEM_EARLY,
+    UMEM_REFUSED,
+    failed,
+    limited,
+    vma,
+)
 
 
 def layer(record: Record) -> tuple[str, str]:
@@ -39,229 +33,11 @@ def layer(record: Record) -> tuple[str, str]:
     return verdict["layer"], verdict["evidence"]["layer"]["how"]
 
 
-def vma(flags: str, path: str = "", pages: int = 8) -> dict[str, Any]:
-    return {"vma": f"{ADDRESS:x}-{ADDRESS + pages * PAGE:x} {flags} 00000000 08:01 77 {path}".rstrip()}
-
-
-GUP_ENOMEM = returns(("pin_user_pages_fast", -12), ("__ib_umem_get_va", -12), ("rxe_reg_user_mr", -12))
-UMEM_EARLY = returns(("__ib_umem_get_va", -12), ("rxe_reg_user_mr", -12))
-UMEM_REFUSED = returns(("__ib_umem_get_va", -1), ("rxe_reg_user_mr", -1))
-
-
-VERBS = ("pin_user_pages_fast", "__ib_umem_get_va", "rxe_reg_user_mr")
-IO_URING = ("pin_user_pages_fast", "io_pin_pages", "io_sqe_buffers_register")
-
-
-def stopped_at(
-    page: int,
-    flags: tuple[str, ...] = ("FOLL_WRITE", "FOLL_LONGTERM"),
-    errno: int = -14,
-    path: tuple[str, ...] = VERBS,
-) -> dict[str, Any]:
-    """A trace in which pinning stopped at a page of the buffer."""
-    traced = returns(*((name, errno) for name in path))
-    traced["events"][0]["args"] = {"start": ADDRESS + page * PAGE, "nr_pages": 8 - page, "flags": list(flags)}
-    return traced
-
-
-def line(first: int, end: int, flags: str, path: str = "/data/file") -> str:
-    """A line of /proc/self/maps, of pages of the buffer."""
-    return f"{ADDRESS + first * PAGE:x}-{ADDRESS + end * PAGE:x} {flags} 00000000 08:01 77 {path}"
-
-
-FILE = vma("rw-s", "/data/file") | {"backing": "file"}
-VENDOR = {"kernel": "5.14.0-427.el9.x86_64"}
-OLD = {"kernel": "6.1.0-57-amd64"}
-READ = ("FOLL_LONGTERM",)
-HALF = state([*OUT[:4], 0, 0, 0, 0])
-NONE = state([0] * 8)
-REFUSED, FAULT, UNDECIDED = (
-    ("longterm-refused", "observed"),
-    ("page-fault", "observed"),
-    ("unknown", "missing"),
-)
-FILES: dict[str, tuple[Record, tuple[str, str]]] = {
-    "refused at its first page": (failed("EFAULT", stopped_at(0), buffer=FILE), REFUSED),
-    "no write was asked for": (
-        failed("EFAULT", stopped_at(4, READ), buffer=FILE, before=HALF, access=["REMOTE_READ"]),
-        FAULT,
-    ),
-    "no write was asked for, at the first page": (
-        failed("EFAULT", stopped_at(0, READ), buffer=FILE, before=NONE, access=["REMOTE_READ"]),
-        FAULT,
-    ),
-    "no write was asked for, arguments not recorded": (
-        failed("EFAULT", PIN_FAILED, buffer=FILE, before=HALF, access=["REMOTE_READ"]),
-        FAULT,
-    ),
-    "pages before it were pinned": (failed("EFAULT", stopped_at(4), buffer=FILE, before=HALF), FAULT),
-    "the kernel has no such refusal": (
-        failed("EFAULT", stopped_at(0), buffer=FILE, node=OLD, before=NONE),
-        FAULT,
-    ),
-    "its symbol is not there, whatever the version": (
-        failed("EFAULT", stopped_at(0), buffer=FILE, before=NONE, refuses_writable_files=False),
-        FAULT,
-    ),
-    "its symbol is there, whatever the version": (
-        failed("EFAULT", stopped_at(0), buffer=FILE, before=NONE, node=OLD, refuses_writable_files=True),
-        REFUSED,
-    ),
-    "a vendor's kernel, the page is there": (
-        failed("EFAULT", stopped_at(0), buffer=FILE, node=VENDOR),
-        REFUSED,
-    ),
-    "a vendor's kernel, no page is there": (
-        failed("EFAULT", stopped_at(0), buffer=FILE, node=VENDOR, before=NONE),
-        UNDECIDED,
-    ),
-    "a vendor's kernel without a trace, a page lacks": (
-        failed("EFAULT", {"status": "off", "why": "off"}, buffer=FILE, node=VENDOR, before=HALF),
-        UNDECIDED,
-    ),
-    "nobody knows whether it was to be written": (
-        failed("EFAULT", PIN_FAILED, buffer=FILE, access=None),
-        UNDECIDED,
-    ),
-    "behind anonymous memory": (
-        failed("EFAULT", stopped_at(4), mappings=[line(0, 4, "rw-p", ""), line(4, 8, "rw-s")]),
-        REFUSED,
-    ),
-    "shared memory behind anonymous memory": (
-        failed("EFAULT", stopped_at(4), mappings=[line(0, 4, "rw-p", ""), line(4, 8, "rw-s", "/memfd:x")]),
-        FAULT,
-    ),
-    "half of it without access": (
-        failed(
-            "EFAULT",
-            stopped_at(4, READ),
-            buffer=FILE,
-            mappings=[line(0, 4, "rw-s"), line(4, 8, "---s")],
-            access=["REMOTE_READ"],
-        ),
-        FAULT,
-    ),
-    "a hole in it": (
-        failed("EFAULT", stopped_at(4), buffer=FILE, mappings=[line(0, 4, "rw-s"), line(5, 8, "rw-s")]),
-        FAULT,
-    ),
-    "the mapping was changed after the buffer was made": (
-        failed("EFAULT", stopped_at(0), buffer=FILE, mappings=[line(0, 8, "r--s")]),
-        FAULT,
-    ),
-    "fs-dax, for reading": (
-        failed("EOPNOTSUPP", stopped_at(0, READ, -95), buffer=vma("r--s", "/pmem/f"), access=["REMOTE_READ"]),
-        REFUSED,
-    ),
-    "EOPNOTSUPP on a file without a trace": (
-        failed("EOPNOTSUPP", {"status": "off", "why": "off"}, buffer=FILE),
-        UNDECIDED,
-    ),
-    "io_uring pins for writing": (
-        failed(
-            "EFAULT",
-            stopped_at(0, path=IO_URING),
-            buffer=FILE,
-            access=[],
-            verb="io_uring_register_buffers",
-        ),
-        REFUSED,
-    ),
-    "io_uring's own refusal of a file": (
-        failed(
-            "EOPNOTSUPP",
-            returns(("pin_user_pages", 8), ("io_pin_pages", -95), ("io_sqe_buffers_register", -95)),
-            buffer=FILE,
-            verb="io_uring_register_buffers",
-        ),
-        ("longterm-refused", "inferred"),
-    ),
-    "io_uring refuses what is no file": (
-        failed(
-            "EOPNOTSUPP",
-            returns(("pin_user_pages", 8), ("io_sqe_buffers_register", -95)),
-            verb="io_uring_register_buffers",
-        ),
-        UNDECIDED,
-    ),
-    "a BAR behind anonymous memory": (
-        failed(
-            "EFAULT",
-            stopped_at(7),
-            mappings=[
-                line(0, 7, "rw-p", ""),
-                line(7, 8, "rw-s", "/sys/devices/pci0000:00/0000:00:01.0/resource1"),
-            ],
-        ),
-        ("bar-map", "observed"),
-    ),
-    "frames without pages": (
-        failed(
-            "EFAULT",
-            stopped_at(0),
-            buffer=vma("rw-s", "/dev/some"),
-            before=NONE | {"traits": [[0, 8, "special"]]},
-        ),
-        ("bar-map", "observed"),
-    ),
-    "a BAR that the call did not reach": (
-        failed(
-            "EFAULT",
-            stopped_at(3),
-            before=HALF,
-            mappings=[line(0, 3, "rw-p", ""), line(7, 8, "rw-s", "/dev/nvidia0")],
-        ),
-        FAULT,
-    ),
-}
-
-
 @pytest.mark.parametrize("name", FILES)
 def test_the_layer_where_the_call_stopped(name: str) -> None:
     """`check_vma_flags` (mm/gup.c) refuses at a mapping's first page; a fault comes at any."""
     record, due = FILES[name]
     assert layer(record) == due
-
-
-LIMITED = UNCAPABLE | {"limits": {"memlock_soft": 64 * PAGE, "memlock_hard": None}}
-PINNED = {"limits": {"vmpin": 60 * PAGE, "vmpin_after": 60 * PAGE, "vmlck": 0}}
-MEMLOCK, ROOM = (
-    ("memlock-accounting", "observed"),
-    {"limits": {"vmpin": 0, "vmpin_after": 0, "vmlck": 64 * PAGE}},
-)
-COUNTED: dict[str, tuple[Record, tuple[str, str]]] = {
-    "io_uring or a series pinned before": (failed("ENOMEM", UMEM_EARLY, node=LIMITED, **PINNED), MEMLOCK),
-    "the limit has room": (failed("ENOMEM", UMEM_EARLY, node=LIMITED, **ROOM), UNDECIDED),
-    "with the capability": (
-        failed("ENOMEM", UMEM_EARLY, node={"limits": LIMITED["limits"]}, **PINNED),
-        UNDECIDED,
-    ),
-    "no limit": (
-        failed("ENOMEM", UMEM_EARLY, node=UNCAPABLE | {"limits": {"memlock_soft": None}}, **PINNED),
-        UNDECIDED,
-    ),
-    "the count changed meanwhile": (
-        failed("ENOMEM", UMEM_EARLY, node=LIMITED, limits={"vmpin": 0, "vmpin_after": PAGE}),
-        ("memlock-accounting", "inferred"),
-    ),
-    "not counted, no trace": (failed("ENOMEM", {"status": "off", "why": "off"}, node=LIMITED), UNDECIDED),
-    "not counted, a page was pinned": (
-        failed("ENOMEM", returns(("pin_user_pages_fast", 4), ("__ib_umem_get_va", -12)), node=LIMITED),
-        ("umem-alloc", "inferred"),
-    ),
-    "the umem was never reached": (
-        failed("ENOMEM", returns(("rxe_reg_user_mr", -12)), node=LIMITED, **PINNED),
-        ("mkey", "inferred"),
-    ),
-    "a dma-buf is not counted": (
-        failed("ENOMEM", UMEM_EARLY, node=LIMITED, verb="ibv_reg_dmabuf_mr", **PINNED),
-        UNDECIDED,
-    ),
-    "nor what is mapped on demand": (
-        failed("ENOMEM", {"status": "off", "why": "off"}, node=LIMITED, access=["ON_DEMAND"], **PINNED),
-        UNDECIDED,
-    ),
-}
 
 
 @pytest.mark.parametrize("name", COUNTED)
@@ -281,25 +57,7 @@ def test_implicit_on_demand_paging_is_no_overflow(errno: str) -> None:
 def test_a_refusal_of_the_rdma_core_is_not_blamed_on_access_flags() -> None:
     """A guest whose DMA is bounced: `__ib_umem_get_va` says EOPNOTSUPP, whatever the flags."""
     traced = returns(("__ib_umem_get_va", -95), ("rxe_reg_user_mr", -95))
-    assert layer(failed("EOPNOTSUPP", traced)) == UNDECIDED
-
-
-def test_every_family_that_a_rule_reads_is_probed() -> None:
-    """A rule that rests on a function which nothing looks at would never speak, or speak of nothing."""
-    from regrepro.judge import tracefacts
-    from regrepro.kernel.trace_probes import POINTS
-    from regrepro.watch import functions
-
-    probed = {name for point in POINTS for name in point.names} | set(functions.PINS)
-    probed |= {name for names, _, _ in functions.INNER for name in names}
-    read = set()
-    for path in (Path(tracefacts.__file__).parent).glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "fn":
-                read.add(node.attr)
-    families = {name for name in read if isinstance(getattr(tracefacts, name), tuple)}
-    assert {"GUP", "UMEM", "DMA_MAP", "MKEY", "PEER", "DMABUF"} <= families
-    assert [name for name in sorted(families) if not probed.intersection(getattr(tracefacts, name))] == []
+    assert layer(failed("EOPNOTSUPP", traced))[0] == "unknown"
 
 
 def test_no_layer_is_observed_by_a_function_that_no_trace_holds() -> None:
@@ -309,223 +67,6 @@ def test_no_layer_is_observed_by_a_function_that_no_trace_holds() -> None:
     assert MOVE_REFUSED.startswith("migrate_pages, mm/migrate.c")
     verdict = judge_record(build.reproduced_record())["verdicts"][0]
     assert verdict["evidence"]["layer"]["source"] == MOVE_REFUSED
-
-
-CASES: dict[str, tuple[Record, tuple[str, str]]] = {
-    "memlock exceeded": (
-        failed(
-            "ENOMEM",
-            UMEM_EARLY,
-            node=UNCAPABLE | {"limits": {"memlock_soft": 4 * PAGE, "memlock_hard": None}},
-        ),
-        ("memlock-accounting", "observed"),
-    ),
-    "memlock exceeded, no trace": (
-        failed(
-            "ENOMEM",
-            {"status": "off", "why": "--trace off"},
-            node=UNCAPABLE | {"limits": {"memlock_soft": 4 * PAGE, "memlock_hard": None}},
-        ),
-        ("memlock-accounting", "inferred"),
-    ),
-    "memlock zero": (
-        failed("EPERM", UMEM_REFUSED, node=UNCAPABLE | {"limits": {"memlock_soft": 0, "memlock_hard": 0}}),
-        ("memlock-accounting", "observed"),
-    ),
-    "memlock enough": (
-        failed(
-            "ENOMEM",
-            UMEM_EARLY,
-            node=UNCAPABLE | {"limits": {"memlock_soft": 64 * PAGE, "memlock_hard": None}},
-            limits={"vmpin": 0, "vmpin_after": 0},
-        ),
-        ("unknown", "missing"),
-    ),
-    "memlock unlimited": (
-        failed(
-            "ENOMEM", UMEM_EARLY, node=UNCAPABLE | {"limits": {"memlock_soft": None, "memlock_hard": None}}
-        ),
-        ("unknown", "missing"),
-    ),
-    "memlock with the capability": (
-        failed("ENOMEM", UMEM_EARLY, node={"limits": {"memlock_soft": 0, "memlock_hard": 0}}),
-        ("unknown", "missing"),
-    ),
-    "memlock not recorded": (
-        failed("ENOMEM", UMEM_EARLY, node=UNCAPABLE | {"limits": {}}),
-        ("unknown", "missing"),
-    ),
-    "memlock by the call's own word": (
-        failed("ENOMEM", UMEM_EARLY, capabilities=[], limits={"memlock_soft": 0}),
-        ("memlock-accounting", "observed"),
-    ),
-    "unmapped address": (
-        failed("EFAULT", PIN_FAILED, address=ADDRESS + (1 << 30), iova=ADDRESS + (1 << 30)),
-        ("page-fault", "observed"),
-    ),
-    "read-only mapping": (failed("EFAULT", PIN_FAILED, buffer=vma("r--p")), ("page-fault", "observed")),
-    "a hole in the middle": (
-        failed("EFAULT", PIN_FAILED, before=state([*OUT[:3], 0, *OUT[4:]])),
-        ("page-fault", "observed"),
-    ),
-    "a range beyond the mapping": (failed("EFAULT", PIN_FAILED, length=1 << 43), ("page-fault", "observed")),
-    "EFAULT alone": (failed("EFAULT", {"status": "off", "why": "off"}), ("unknown", "missing")),
-    "a file mapping": (
-        failed("EFAULT", PIN_FAILED, buffer=vma("rw-s", "/var/tmp/f") | {"backing": "file"}),
-        ("longterm-refused", "observed"),
-    ),
-    "a huge page that the kernel does not try to move": (
-        failed("ENOMEM", GUP_ENOMEM, before=state(CMA), after=state(CMA), buffer={"backing": "hugetlb"}),
-        ("longterm-refused", "observed"),
-    ),
-    "a huge page where migration is hidden": (
-        failed(
-            "ENOMEM",
-            GUP_ENOMEM | {"missing": [{"fn": "migrate_pages", "why": "inlined"}]},
-            before=state(CMA),
-            after=state(CMA),
-            buffer={"backing": "hugetlb"},
-        ),
-        ("unknown", "missing"),
-    ),
-    "an ordinary huge page": (
-        failed("ENOMEM", GUP_ENOMEM, buffer={"backing": "hugetlb"}),
-        ("unknown", "missing"),
-    ),
-    "a private file mapping": (
-        failed("EFAULT", PIN_FAILED, buffer=vma("rw-p", "/var/tmp/f") | {"backing": "file"}),
-        ("page-fault", "observed"),
-    ),
-    "a BAR": (failed("EFAULT", PIN_FAILED, buffer=vma("rw-s", "/dev/nvidia0")), ("bar-map", "observed")),
-    "a GPU address": (
-        failed("EFAULT", PIN_FAILED, buffer={"owner": "cuda", "backing": "cuda-device"}),
-        ("peer-memory", "inferred"),
-    ),
-    "peer memory refused": (
-        failed("ENOMEM", returns(("nvidia_p2p_get_pages", -12))),
-        ("peer-memory", "observed"),
-    ),
-    "on-demand paging that uverbs refuses": (
-        failed("EINVAL", trace(), access=["LOCAL_WRITE", "ON_DEMAND"]),
-        ("arguments", "inferred"),
-    ),
-    "no cause in sight": (failed("EINVAL", trace(), access=["LOCAL_WRITE"]), ("unknown", "missing")),
-    "no byte at the begin of a page": (
-        failed("EINVAL", returns(("rxe_reg_user_mr", -22)), length=0),
-        ("arguments", "observed"),
-    ),
-    "2^46 bytes": (
-        failed("EINVAL", returns(("__ib_umem_get_va", -22), ("rxe_reg_user_mr", -22)), length=1 << 46),
-        ("arguments", "observed"),
-    ),
-    "2^46 bytes, no trace": (
-        failed("EINVAL", {"status": "off", "why": "off"}, length=1 << 46),
-        ("arguments", "inferred"),
-    ),
-    "address and length overflow": (failed("EINVAL", length=(1 << 64) - PAGE), ("arguments", "inferred")),
-    "iova elsewhere in the page": (failed("EINVAL", iova=ADDRESS + 8), ("arguments", "inferred")),
-    "remote write without local write": (
-        failed("EINVAL", access=["REMOTE_WRITE"]),
-        ("arguments", "inferred"),
-    ),
-    "a flag that the device refuses": (
-        failed("EOPNOTSUPP", returns(("rxe_reg_user_mr", -95)), access=["LOCAL_WRITE", "HUGETLB"]),
-        ("arguments", "observed"),
-    ),
-    "EINVAL alone": (
-        failed("EINVAL", {"status": "unavailable", "why": "no tracefs"}),
-        ("unknown", "missing"),
-    ),
-    "MRs exhausted": (failed("EINVAL", returns(("rxe_reg_user_mr", -22))), ("mkey", "inferred")),
-    "MRs exhausted on 6.1": (failed("ENOMEM", returns(("rxe_reg_user_mr", -12))), ("mkey", "inferred")),
-    "an MKey refused": (
-        failed(
-            "ENOMEM",
-            returns(("pin_user_pages_fast", 8), ("mlx5_core_create_mkey", -12), ("mlx5_ib_reg_user_mr", -12)),
-        ),
-        ("mkey", "observed"),
-    ),
-    "the DMA mapping failed": (
-        failed("EIO", returns(("pin_user_pages_fast", 8), ("dma_map_sgtable", -5), ("__ib_umem_get_va", -5))),
-        ("dma-map", "observed"),
-    ),
-    "the table of pages failed after a part": (
-        failed("ENOMEM", returns(("pin_user_pages_fast", 4), ("__ib_umem_get_va", -12))),
-        ("umem-alloc", "inferred"),
-    ),
-    "the table of pages failed after the last part": (
-        failed("ENOMEM", returns(("pin_user_pages_fast", 8), ("__ib_umem_get_va", -12))),
-        ("umem-alloc", "inferred"),
-    ),
-    "the table of pages or the mapping for the device": (
-        failed(
-            "ENOMEM",
-            returns(("pin_user_pages_fast", 8), ("__ib_umem_get_va", -12))
-            | {"missing": [{"fn": "dma_map_sgtable", "why": "inlined"}]},
-        ),
-        ("unknown", "missing"),
-    ),
-    "no dma-buf support": (failed("EOPNOTSUPP", verb="ibv_reg_dmabuf_mr"), ("dma-buf", "observed")),
-    "no dma-buf behind the fd": (
-        failed("EBADF", returns(("ib_umem_dmabuf_get_with_dma_device", -9)), verb="ibv_reg_dmabuf_mr"),
-        ("dma-buf", "observed"),
-    ),
-    "the device vanished": (failed("EIO"), ("device", "observed")),
-    "the device may not be opened": (failed("EACCES"), ("device", "inferred")),
-    "no page to move to": (
-        failed("ENOMEM", build.failing_trace(8, ret=-12), before=state(CMA), after=state(CMA)),
-        ("migration-target", "observed"),
-    ),
-    "no huge page to move to, while one is held": (
-        failed(
-            "ENOMEM",
-            build.failing_trace(8, ret=-12),
-            buffer={"backing": "thp"},
-            before=state(CMA, 1025, pincount=[[0, 8, 1]]),
-            after=state(CMA, 1025, pincount=[[0, 8, 1]]),
-        ),
-        ("unknown", "missing"),
-    ),
-    "something held the pages": (
-        failed("ENOMEM", build.failing_trace(8), before=state(CMA), after=state(CMA)),
-        ("unknown", "missing"),
-    ),
-    "lost events": (
-        failed("EINVAL", returns(("rxe_reg_user_mr", -22)) | {"status": "spoiled", "why": "overrun"}),
-        ("unknown", "missing"),
-    ),
-    "only failures of GUP are in sight": (
-        failed(
-            "EINVAL",
-            returns(("rxe_reg_user_mr", -22))
-            | {"probed": ["rxe_reg_user_mr"], "probed_failures": ["pin_user_pages_fast"]},
-        ),
-        ("unknown", "missing"),
-    ),
-    "all in sight": (
-        failed(
-            "EINVAL",
-            returns(("rxe_reg_user_mr", -22))
-            | {
-                "probed": ["rxe_reg_user_mr", "pin_user_pages_fast", "pin_user_pages", "ib_umem_get"],
-                "probed_failures": [],
-            },
-        ),
-        ("mkey", "inferred"),
-    ),
-    "GUP cannot be seen": (
-        failed(
-            "EINVAL",
-            returns(("rxe_reg_user_mr", -22))
-            | {
-                "missing": [
-                    {"fn": name, "why": "inlined"} for name in ("pin_user_pages_fast", "pin_user_pages")
-                ]
-            },
-        ),
-        ("unknown", "missing"),
-    ),
-}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -548,7 +89,7 @@ def test_no_errno_alone_names_a_layer() -> None:
 
 
 def test_earlier_registrations_count_against_the_limit() -> None:
-    node = UNCAPABLE | {"limits": {"memlock_soft": 12 * PAGE, "memlock_hard": None}}
+    node = limited(12 * PAGE)
     for given_back, due in ((False, "observed"), (True, "inferred")):
         builder = Builder(**node)
         builder.begin("fault", contract="none", controls={}, needs=())
@@ -572,7 +113,7 @@ def test_a_step_tells_the_limit() -> None:
 
 
 def test_io_uring_counts_after_it_has_pinned() -> None:
-    node = UNCAPABLE | {"limits": {"memlock_soft": 4 * PAGE, "memlock_hard": None}}
+    node = limited(4 * PAGE)
     traced = returns(("pin_user_pages_fast", 8), ("io_sqe_buffers_register", -12))
     record = failed("ENOMEM", traced, node=node, verb="io_uring_register_buffers", device="io_uring")
     assert layer(record)[0] == "memlock-accounting"
@@ -680,7 +221,7 @@ def test_lost_events_never_count_as_did_not_happen(lost: dict[str, Any]) -> None
         assert layer(whole)[0] in ("mkey", "arguments"), errno
         name, how = layer(gap)
         assert (name == "unknown" or how == "inferred") and how != "observed", (errno, name, how)
-    limits = UNCAPABLE | {"limits": {"memlock_soft": 0, "memlock_hard": 0}}
+    limits = limited(0)
     assert layer(failed("EPERM", UMEM_REFUSED, node=limits))[1] == "observed"
     assert layer(failed("EPERM", UMEM_REFUSED | lost, node=limits))[1] == "inferred"
 

@@ -16,7 +16,7 @@ PAGE = 4096
 
 def names(pid: int) -> dict[str, tuple[str, str]]:
     known = {}
-    for point in trace_probes.POINTS:
+    for point in trace_probes.PROBED:
         for name in point.names:
             known[f"{name}_{pid}"] = name, "return"
             known[f"{name}_in_{pid}"] = name, "entry"

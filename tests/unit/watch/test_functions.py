@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from regrepro.kernel.trace_probes import Returns
+from regrepro.kernel_functions import Returns
 from regrepro.watch.functions import (
     Function,
     Functions,

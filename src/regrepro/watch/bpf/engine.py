@@ -30,7 +30,7 @@ from pathlib import Path
 
 from regrepro.core import bpf
 from regrepro.kernel import kallsyms
-from regrepro.kernel.trace_probes import LAYERS, Layer, Returns
+from regrepro.kernel_functions import Family, Returns, of_family
 from regrepro.watch.bpf.loader import Attached, Loader
 from regrepro.watch.correlate import Correlator
 from regrepro.watch.failed_registration import (
@@ -291,7 +291,7 @@ class BpfEngine:
     def _failures(self, loader: Loader, function: Function) -> None:
         number = self._number(partial(self._failed_inside, function.name), 1)
         special = _POINTER if function.returns is Returns.POINTER else 0
-        if LAYERS.get(function.name) is Layer.UNPINNABLE:
+        if function.name in of_family(Family.UNPINNABLE):
             special |= _NOT_EAGAIN
         self._at_return(loader, "failed", function, number | special)
 

@@ -17,7 +17,7 @@ import pytest
 
 from regrepro.core import bpf
 from regrepro.kernel import kallsyms
-from regrepro.kernel.trace_probes import Returns
+from regrepro.kernel_functions import Returns
 from regrepro.watch.bpf import engine as bpf_engine
 from regrepro.watch.bpf.engine import _ALL as ALL
 from regrepro.watch.bpf.engine import _NOTHING as NOTHING

@@ -1,0 +1,74 @@
+"""A trace in a log and the same trace in a record go through one decision of the layer."""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import Any
+
+import pytest
+from record_builder import Record, find
+
+from regrepro.explain.explain import explain
+from regrepro.explain.text import ERRNO_TEXTS
+from regrepro.judge import judge_record
+from unit.judge.layer_cases import CASES, COUNTED, FILES
+
+TEXTS = {name: text for text, name in ERRNO_TEXTS.items()}
+GIVEN = {**FILES, **COUNTED, **CASES}
+
+
+def as_log(record: Record) -> str:
+    """Write a registration that failed as somebody would paste it: the trace's lines, else the errno."""
+    register = find(record, "register")
+    lines = []
+    for event in (register["trace"] or {}).get("events", ()):
+        if "tracepoint" in event:
+            fields = " ".join(f"{name}={value}" for name, value in event["fields"].items())
+            lines.append(f"  python-1234    [001] .....    12.3: {event['tracepoint']}: {fields}")
+        else:
+            place = f"({event.get('caller') or 'caller'}+0x1a0/0x3a0 <- {event['fn']})"
+            lines.append(f"  python-1234    [001] .....    12.3: r_it: {place} ret={event['ret']}")
+    return "\n".join(lines or [f"{register['verb']}() failed: {TEXTS[register['errno']]}"]) + "\n"
+
+
+def groups_of(record: Record) -> list[dict[str, Any]]:
+    groups: list[dict[str, Any]] = explain([("log", io.BytesIO(as_log(record).encode()))])["groups"]
+    return groups
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_what_the_judge_names_is_never_excluded(name: str) -> None:
+    """A log tells less than a record, so that more layers may be left: the judge's is one of them."""
+    record, (layer, _) = GIVEN[name]
+    (group,) = groups_of(record)
+    status = {one["cause"]: one["status"] for one in group["causes"]}
+    if layer != "unknown":
+        assert status[layer] != "impossible", json.dumps(group["causes"], indent=1)
+    assert layer == "unknown" or group["layer"] in (None, layer)
+
+
+def test_a_gpu_address_and_a_huge_page_are_as_the_judge_has_them() -> None:
+    """A GPU's address without nvidia-peermem is -EFAULT of GUP; 6.1 refuses a huge page with -ENOMEM."""
+    for name, layer in (
+        ("a GPU address", "peer-memory"),
+        ("a huge page that the kernel does not try to move", "longterm-refused"),
+    ):
+        record, (due, _) = CASES[name]
+        assert due == layer == judge_record(record)["verdicts"][0]["layer"]
+        (group,) = groups_of(record)
+        assert layer in {one["cause"] for one in group["causes"] if one["status"] == "possible"}
+
+
+def test_a_driver_whose_own_pin_found_no_page_to_move_to_is_no_registration() -> None:
+    """What fails is the pin of os_lock_user_pages, whatever made it fail."""
+    log = "".join(
+        f"  python-1 [001] ..... 12.3: r_it: ({caller}+0x1a0/0x3a0 <- {name}) ret={value}\n"
+        for caller, name, value in (
+            ("__gup_longterm_locked", "migrate_pages", "-12"),
+            ("os_lock_user_pages", "pin_user_pages", "-12"),
+            ("RmCreateOsDescriptor", "os_lock_user_pages", "0x1e"),
+        )
+    )
+    (group,) = explain([("log", io.BytesIO(log.encode()))])["groups"]
+    assert group["layer"] == "cuda-pin"
