@@ -124,24 +124,30 @@ def remove_instance(tracefs: Path, name: str) -> bool:
 
 
 def remove_group(tracefs: Path, group: str) -> int:
-    """Remove the probes of a group of ours; return how many. Raises OSError (EBUSY: someone uses them)."""
+    """Remove the probes of a group of ours; return how many. Raises OSError (EBUSY: someone uses them).
+
+    A reading of kprobe_events skips lines when another run removes its own meanwhile: the kernel gives the
+    text by the page, and goes on by line number (seq_list_start(), kernel/trace/trace_dynevent.c). So the
+    file is read until it has none of the group.
+    """
     if not _GROUP.match(group):
         raise ValueError(f"{group!r} is not a kprobe group of ours")
-    removed = 0
     file = tracefs / "kprobe_events"
     for place in (tracefs, *(tracefs / "instances").glob("*")):
         with suppress(OSError):
             write(place / "events" / group / "enable", "0")
-    for line in file.read_text().splitlines():
-        found = _PROBE.match(line)
-        if found and found["group"] == group:
-            event = found["event"]
-            try:
+    tried: set[str] = set()
+    removed = 0
+    while True:
+        probes = map(_PROBE.match, file.read_text().splitlines())
+        events = {probe["event"]: None for probe in probes if probe and probe["group"] == group}
+        if not events.keys() - tried:
+            return removed
+        for event in events:
+            with suppress(FileNotFoundError):  # another start was faster
                 when_free(partial(append, file, f"-:{group}/{event}\n"))
                 removed += 1
-            except FileNotFoundError:
-                continue  # another start was faster
-    return removed
+        tried |= events.keys()
 
 
 def reclaim(tracefs: Path) -> list[str]:

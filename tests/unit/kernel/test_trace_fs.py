@@ -51,6 +51,39 @@ def test_names_that_are_not_ours_are_refused(tmp_path: Path, name: str) -> None:
         trace_fs.remove_group(tmp_path, name)
 
 
+def test_probes_that_a_reading_skipped_are_removed_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, group = trace_fs.own_names(1)
+    events = [f"f{number}_1" for number in range(90)]
+    root = fake_tracefs(tmp_path, [], [f"r:{group}/{event} f" for event in events])
+    file = root / "kprobe_events"
+    whole = Path.read_text
+    readings = 0
+
+    def read_text(path: Path) -> str:
+        """Skip what stands where a page ends, the first two times: others removed lines before it."""
+        nonlocal readings
+        readings += 1
+        lines = whole(path).splitlines(keepends=True)
+        return "".join(line for number, line in enumerate(lines) if readings > 2 or number % 40 != 39)
+
+    def append(path: Path, text: str) -> None:
+        name = text.removeprefix("-:").strip()
+        path.write_text("".join(f"{line}\n" for line in whole(path).splitlines() if name + " " not in line))
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    monkeypatch.setattr(trace_fs, "append", append)
+    assert trace_fs.remove_group(root, group) == 90
+    assert whole(file) == ""
+
+
+def test_a_probe_that_will_not_go_ends_the_readings(tmp_path: Path) -> None:
+    _, group = trace_fs.own_names(1)
+    root = fake_tracefs(tmp_path, [], [f"r:{group}/f_1 f"])  # a file that keeps what is appended
+    assert trace_fs.remove_group(root, group) == 1
+
+
 def test_appending_never_truncates(tmp_path: Path) -> None:
     file = tmp_path / "kprobe_events"
     file.write_text("p:theirs/h h\n")
