@@ -31,6 +31,7 @@ MEMORY_BLOCKS = Path("/sys/devices/system/memory")
 _NETLINK_KOBJECT_UEVENT = 15  # include/uapi/linux/netlink.h
 
 NEED = "online-movable"
+_PUT_BACK_SECONDS = 20.0  # a block that is not taken gets these to come back, however short the try was
 _HOW_ROOT = "run as root on the node itself, not in a container with a read-only /sys"
 
 
@@ -212,7 +213,7 @@ class OnlinedBlock:
     def __exit__(self, *_: object) -> None:
         self.give_back()
 
-    def give_back(self, *, limit: float = 20.0) -> bool:
+    def give_back(self, *, limit: float = _PUT_BACK_SECONDS) -> bool:
         """Give the block back. False when its pages are in use for longer than `limit` seconds.
 
         The journal then keeps it, and the next start tries again.
@@ -309,7 +310,7 @@ def online_movable(
 
     Tries up to `attempts` blocks for `limit` seconds each, on one `node` if given. `report` is called with
     the keys of event `online-movable` at each step. Raises Unmet when it cannot be; every block then is what
-    it was before.
+    it was before, but for one that the message names and the journal keeps.
     """
     try:
         size = block_size()
@@ -373,7 +374,7 @@ def _try(
             return OnlinedBlock(block, pfns, block.node, journal, entry, report), ""
     _tell(report, block, pfns, "failed", error)
     try:
-        block.restore("online_kernel", limit=limit)
+        block.restore("online_kernel", limit=_PUT_BACK_SECONDS)
     except (ReclaimFailed, OSError):
         return None, f"{_words(error)}, and it could not be put back yet"  # the journal keeps it
     journal.remove(entry)

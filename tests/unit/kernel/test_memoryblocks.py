@@ -150,6 +150,23 @@ def test_a_block_that_will_not_go_movable_is_put_back(sysfs: Sysfs, journal: Jou
     assert sysfs.shown() == before and not journal.entries
 
 
+def test_a_block_that_goes_offline_when_its_time_is_over_is_put_back(
+    sysfs: Sysfs, journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The signal that ends the try comes too late: the block is offline, and there is no time left."""
+    sysfs.make(EIGHT)
+    before = sysfs.shown()
+
+    def write(path: Path, text: str, limit: float) -> int:
+        return sysfs.write(path, text, limit) or (errno.ETIMEDOUT if limit <= 0 else 0)
+
+    monkeypatch.setattr(memoryblocks, "write_limited", write)
+    with pytest.raises(Unmet, match="not free in time"):
+        online_movable(journal, attempts=2, limit=0.0)
+    assert (7, "offline") in sysfs.writes
+    assert sysfs.shown() == before and not journal.entries
+
+
 def test_a_node_keeps_its_last_block(sysfs: Sysfs, journal: Journal) -> None:
     sysfs.make({0: "Normal", 1: "Normal", 2: "Normal"}, nodes={2: 1})
     with pytest.raises(Unmet, match="of node 1"):
