@@ -272,6 +272,7 @@ def isolated(watcher: Watcher, device: str) -> None:
     """A registration out of a pageblock that is isolated, as memory that is to go offline."""
 
     def body(pd: verbs.ProtectionDomain, tell: Callable[[str | None], None]) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
         with buffer_of(8) as buffer:
             pin = pins.pin_process_vm(buffer.address, buffer.length)
             size = int((BLOCKS / "block_size_bytes").read_text(), 16)
@@ -281,23 +282,25 @@ def isolated(watcher: Watcher, device: str) -> None:
             offline = subprocess.Popen(
                 ["sh", "-c", f"while :; do echo offline > {block}/state; done"], stderr=subprocess.DEVNULL
             )
-            deadline = time.monotonic() + 15
+            deadline = time.monotonic() + PATIENCE
             places = read_memory_map()
             while has_isolated_places() and time.monotonic() < deadline:
                 if (places.places_now(read_pfns(buffer.address, 8)) == ISOLATE).all():
                     break
-            why = register(pd, buffer)
-            time.sleep(2)
+            else:
+                print("# the block was not seen isolated", flush=True)
+            tell(register(pd, buffer))
+            signal.sigtimedwait({signal.SIGUSR1}, PATIENCE)  # isolated until the watch has looked
             offline.kill()
             offline.wait()
             pin.release()
-            tell(why)
 
     pid, read = start(Holder("an isolated block", body), device)
     told = os.read(read, 100)
+    lines = watcher.caught(pid)
+    os.kill(pid, signal.SIGUSR1)
     os.waitpid(pid, 0)
     os.close(read)
-    lines = watcher.caught(pid)
     reasons = f"{told!r} " + "; ".join(str(line["reason"]) for line in lines)
     states = [(line.get("class") or {}).get("state") for line in lines]
     check("an isolated block: caught, and never proven", states == ["likely"], reasons)
