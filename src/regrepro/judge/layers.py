@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from regrepro.judge.facts import Buffer, Facts, Pass, Pin, Registration
-from regrepro.judge.layer_table import MemoryKind
+from regrepro.judge.layer_table import BY_NAME, MemoryKind, Release
 from regrepro.judge.narrowing import Narrowed, narrow
 from regrepro.judge.pagestate import PageState, cache_references, whole_number
 from regrepro.judge.rules import TRANSIENT
@@ -433,8 +433,8 @@ def longterm_refused(call: Call) -> Layer | None:
     either: -EOPNOTSUPP (`vma_is_fsdax` there; `check_dax_vmas` in 5.10).
 
     A hugetlb page in unpinnable memory is refused with -ENOMEM, and no move is tried, where
-    `follow_hugetlb_page` (mm/hugetlb.c, up to 6.5) asks `try_grab_folio`, which takes none since 5.18:
-    seen on 6.1, with a warning of the kernel's own.
+    `follow_hugetlb_page` (mm/hugetlb.c, 5.12 to 6.5) takes it by what takes none of these
+    (judge/layer_table.py has the commits): seen on 6.1, with a warning of the kernel's own.
     """
     reg, trace = call.registration, call.trace
     if reg.errno == "ENOMEM" and call.buffer is not None and call.buffer.backing == "hugetlb":
@@ -501,8 +501,14 @@ def _kernel_refuses(call: Call) -> bool | None:
     """
     if call.registration.refuses_writable_files is not None:
         return call.registration.refuses_writable_files
-    known = _KNOWN_KERNEL.fullmatch(call.facts.kernel)
-    return (int(known[1]), int(known[2])) >= (6, 5) if known else None
+    release = known_release(call.facts.kernel)
+    return None if release is None else not BY_NAME["longterm-refused"].not_on("EFAULT", release, release)
+
+
+def known_release(kernel: str) -> Release | None:
+    """Return the release of a kernel whose number says what is in it (kernel.org's, Debian's), else None."""
+    known = _KNOWN_KERNEL.fullmatch(kernel)
+    return (int(known[1]), int(known[2])) if known else None
 
 
 def page_fault(call: Call) -> Layer | None:
@@ -663,7 +669,8 @@ def _narrow(call: Call) -> Narrowed:
         memory = MemoryKind.DMABUF
     elif call.buffer is not None:
         memory = MemoryKind.GPU if call.buffer.on_gpu else MemoryKind.HOST
-    return narrow(call.trace, reg.errno or "", memory, io_uring=not reg.through_umem)
+    kernel = known_release(call.facts.kernel)
+    return narrow(call.trace, reg.errno or "", memory, kernel, io_uring=not reg.through_umem)
 
 
 def classify(facts: Facts, run: Pass, registration: Registration) -> Layer:

@@ -11,13 +11,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from regrepro.errors import errno_name
-from regrepro.judge.layer_table import ROWS, At, MemoryKind
+from regrepro.judge.layer_table import ROWS, At, MemoryKind, Release
 from regrepro.judge.tracefacts import Trace
-from regrepro.kernel_functions import Family, of_family
+from regrepro.kernel_functions import Family, first_release_with, of_family
 
 ENOMEM, EFAULT, EPERM = -12, -14, -1
 _PIN = (Family.GUP, Family.TAKES_PINS, Family.GUP_PATH)
 _IN_PIN = (*_PIN, Family.LONGTERM, Family.UNPINNABLE)
+NEWEST: Release = (99, 0)
 _PIN_NAMES = frozenset(of_family(*_PIN))
 
 
@@ -33,8 +34,18 @@ class Narrowed:
     shown: bool = False
 
 
-def narrow(trace: Trace, errno: str, memory: MemoryKind | None, *, io_uring: bool = False) -> Narrowed:
-    """Say which layers fit a call that failed with `errno` ("": not told), and what excludes the others."""
+def narrow(
+    trace: Trace,
+    errno: str,
+    memory: MemoryKind | None,
+    kernel: Release | None = None,
+    *,
+    io_uring: bool = False,
+) -> Narrowed:
+    """Say which layers fit a call that failed with `errno` ("": not told), and what excludes the others.
+
+    `kernel`: the release, where it is known; else the functions in sight say which it is at least.
+    """
     shown = _shown(trace)
     if shown is not None:
         return Narrowed((shown[0],), shown[1], shown=True)
@@ -43,12 +54,15 @@ def narrow(trace: Trace, errno: str, memory: MemoryKind | None, *, io_uring: boo
         memory = MemoryKind.HOST  # of a GPU's address GUP knows no page
     told = _errno(pin) or _errno(umem) or errno
     at, why, gone = _place(trace, pin, umem, io_uring=io_uring)
+    since = kernel or first_release_with(trace.in_sight | {name for name, _ in trace.returns})
     candidates, excluded = [], {}
     for row in ROWS[:-1]:
         if not row.gives(told, memory):
             excluded[row.name] = row.why_not(told, memory)
         elif at and not set(at) & set(row.at):
             excluded[row.name] = gone
+        elif row.not_on(told, since, kernel or NEWEST):
+            excluded[row.name] = f"this kernel does not give {told} for it"
         else:
             candidates.append(row.name)
     if pin is not None:
@@ -66,8 +80,6 @@ def _errno(value: int | None) -> str:
 
 def _shown(trace: Trace) -> tuple[str, str] | None:
     """The layer whose own function the trace shows to have failed, and why; most are in no trace of ours."""
-    if trace.failed(Family.ACCESS_CHECK) is not None:
-        return "arguments", "ib_check_mr_access refused the access flags"
     locks = trace.of(Family.GPU_PIN)
     if locks and locks[-1] != 0:
         return "cuda-pin", f"os_lock_user_pages returned {locks[-1]:#x}: the driver's own pin failed"
@@ -129,5 +141,7 @@ def _in_pin(trace: Trace, pin: int) -> tuple[tuple[str, ...], str]:
         return move, "pages could not be migrated; what migrate_pages returned would tell why"
     if pin == ENOMEM and trace.failed(Family.LONGTERM, Family.UNPINNABLE) is not None:
         why = "the long-term check failed; what migrate_pages returned would tell why"
-        return (*move, "memory-cgroup", "longterm-refused"), why
+        # What moves pages is called once all of them could be had (__gup_longterm_locked).
+        left = (*move, "memory-cgroup")
+        return left if trace.of(Family.UNPINNABLE) else (*left, "longterm-refused"), why
     return (), ""
