@@ -80,8 +80,8 @@ def _memory_map(facts: Facts, run: Pass) -> Iterator[Flaw]:
         return
     if known.cma_blocks or known.ranges:
         yield Flaw("the memory map holds unpinnable memory and says that there is none", None)
-    for seq, _, state in _states(run):
-        if known.complete and state.placed("cma"):
+    for _, seq, buffer, state in run.states():
+        if buffer is not None and known.complete and state.placed("cma"):
             text = f"page {state.placed('cma')} lies in CMA, and the memory map knows no unpinnable memory"
             yield Flaw(text, frozenset({seq}))
 
@@ -152,28 +152,18 @@ def _changes(facts: Facts, run: Pass) -> Iterator[Flaw]:
         yield Flaw(f"control {run.control} changes {change}, and is said to have changed {run.change}", None)
 
 
-def _states(run: Pass) -> Iterator[tuple[int, Buffer, PageState]]:
-    """Every page state of the pass, with the event that holds it."""
-    for buffer in run.buffers.values():
-        if buffer.state is not None:
-            yield buffer.seq, buffer, buffer.state
-    for event in run.calls:
-        owner = run.buffers.get(event.buffer)
-        for state in (event.before, event.after):
-            if owner is not None and state is not None:
-                yield event.seq, owner, state
-    for pin in run.pins.values():
-        if pin.release is not None and pin.release.after is not None:
-            yield pin.release.seq, run.buffers[pin.buffer], pin.release.after
+def _states_once(run: Pass) -> Iterator[tuple[int, Buffer, PageState]]:
+    """Every page state of the pass, with the first event that holds it."""
+    seen: set[int] = set()
+    for _, seq, buffer, state in run.states():
+        if buffer is not None and id(state) not in seen:
+            seen.add(id(state))
+            yield seq, buffer, state
 
 
 def _page_states(facts: Facts, run: Pass) -> Iterator[Flaw]:
     """A state has as many pages as its buffer; a page has a place where it has a frame, and no other does."""
-    seen: set[int] = set()
-    for seq, buffer, state in _states(run):
-        if id(state) in seen:
-            continue
-        seen.add(id(state))
+    for seq, buffer, state in _states_once(run):
         pages = buffer.pages(buffer.address, buffer.length).total
         if not run.watched and state.pages != pages:
             yield Flaw(f"buffer {buffer.id} has {pages} pages, and its state {state.pages}", frozenset({seq}))
@@ -192,11 +182,7 @@ def _frames(facts: Facts, run: Pass) -> Iterator[Flaw]:
     known, check = run.memory_map, run.map_check
     settled = check is not None and check.changed is False and check.block_events == 0
     kinds = [name for name in ("cma", "movable-zone") if name == "cma" or settled]
-    seen: set[int] = set()
-    for seq, _, state in _states(run):
-        if id(state) in seen:
-            continue
-        seen.add(id(state))
+    for seq, _, state in _states_once(run):
         who = frozenset({seq})
         once = [(a, b, None) for a, b in state.where("mapcount", lambda count: count == 1).pairs]
         single = [(a + step, b + step) for a, b, step, _ in together(state.pfn, once)]
@@ -391,10 +377,7 @@ def _on_gpu(run: Pass, registration: Registration) -> bool:
 
 def _pages(facts: Facts, registration: Registration) -> int | None:
     """How many pages the call asks for."""
-    size, address, length = facts.page_size, registration.address, registration.length
-    if not size or address is None or not length:
-        return None
-    return -(-(address + length) // size) - address // size
+    return registration.pages_of(facts.page_size) if facts.page_size and registration.length else None
 
 
 # Movement

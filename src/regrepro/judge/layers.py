@@ -17,7 +17,8 @@ from typing import Any
 from regrepro.judge.facts import Buffer, Facts, Pass, Pin, Registration
 from regrepro.judge.layer_table import BY_NAME, MemoryKind, Release
 from regrepro.judge.narrowing import Narrowed, narrow
-from regrepro.judge.pagestate import PageState, cache_references, whole_number
+from regrepro.judge.owners import held_now
+from regrepro.judge.pagestate import whole_number
 from regrepro.judge.rules import TRANSIENT
 from regrepro.judge.spans import Spans
 from regrepro.judge.tracefacts import Trace
@@ -81,10 +82,8 @@ class Call:
             verb, memory = DMABUF_VERB, MemoryKind.DMABUF
         elif trace.of(Family.IO_URING, Family.IO_PIN):
             verb = "io_uring_register_buffers"
+        asked = Registration(0, 0, 0, verb, errno=errno, trace=trace)
         facts = Facts({}, [], None, [], None, [], {})
-        asked = Registration(
-            0, 0, 0, verb, None, None, None, None, None, errno, None, None, {}, trace, None, Spans()
-        )
         return cls(facts, Pass("", "", None), asked, None, log=True, memory=memory)
 
     @property
@@ -99,11 +98,8 @@ class Call:
 
     @property
     def pages(self) -> int | None:
-        """How many pages the call asks for (`ib_umem_num_pages`, include/rdma/ib_umem.h)."""
-        address, length = self.registration.address, self.registration.length
-        if address is None or length is None:
-            return None
-        return -(-(address + length) // self.page) - address // self.page
+        """How many pages the call asks for."""
+        return self.registration.pages_of(self.page)
 
     @property
     def capable(self) -> bool | None:
@@ -350,8 +346,7 @@ def migration_target(call: Call) -> Layer | None:
     (`migrate_folio_unmap`), so with references above the baseline both causes fit and the trace does not
     decide.
     """
-    last = _last_migration(call.trace)
-    if not (call.trace.complete or call.log) or last != ENOMEM:
+    if not (call.trace.complete or call.log) or call.trace.last_migration != ENOMEM:
         return None
     large = call.buffer is not None and call.buffer.backing == "thp"
     if large and _held_beyond_baseline(call):
@@ -372,8 +367,7 @@ def page_migration(call: Call) -> Layer | None:
     layer for a reference that went by itself.
     """
     reg = call.registration
-    last = _last_migration(call.trace)
-    if not call.trace.complete or last is None or last <= 0 or reg.before is None or reg.after is None:
+    if not call.trace.complete or not call.trace.left_behind or reg.before is None or reg.after is None:
         return None
     unmoved = reg.before.unmoved(reg.after) & reg.before.unpinnable & reg.spans
     held = _held_beyond_baseline(call)
@@ -401,7 +395,8 @@ def bar_map(call: Call) -> Layer | None:
     if call.registration.errno != "EFAULT" or call.trace.failed(Family.GUP) not in (EFAULT, None):
         return None
     how = "observed" if call.trace.failed(Family.GUP) else "inferred"
-    path = _vma_path(call)
+    vma = _vma(call)
+    path = vma.path if vma else ""
     if re.search(r"/dev/nvidia|/resource\d+(_wc)?$|/dev/mem$|/dev/gdrdrv", path):
         return Layer("bar-map", f"{path} maps a device, not pages", how, "check_vma_flags, mm/gup.c")
     page = call.page_index(call.stopped) if call.stopped is not None else None
@@ -604,7 +599,9 @@ def mkey(call: Call) -> Layer | None:
         return None
     if not trace.fine(Family.UMEM):
         return None
-    if trace.absent(Family.GUP) and _valid(call):
+    # A valid request: it asks for a number of pages that can be had at all.
+    valid = call.pages is not None and 0 < call.pages <= UINT_MAX and (call.registration.length or 0) > 0
+    if trace.absent(Family.GUP) and valid:
         why = f"the provider returned {driver[-1]} for a valid request before pinning: it has no MR to give"
         return Layer("mkey", why, "inferred", "rxe_reg_user_mr, drivers/infiniband/sw/rxe/rxe_verbs.c")
     pinned = trace.of(Family.GUP)
@@ -612,12 +609,6 @@ def mkey(call: Call) -> Layer | None:
         why = f"every page was pinned, and the provider then returned {driver[-1]}"
         return Layer("mkey", why, "inferred", "mlx5_ib_reg_user_mr, drivers/infiniband/hw/mlx5/mr.c")
     return None
-
-
-def _valid(call: Call) -> bool:
-    """Whether the request asks for a number of pages that can be had at all."""
-    pages = call.pages
-    return pages is not None and 0 < pages <= UINT_MAX and (call.registration.length or 0) > 0
 
 
 RULES: tuple[Callable[[Call], Layer | None], ...] = (
@@ -699,9 +690,9 @@ def classify_pin(facts: Facts, run: Pass, pin: Pin) -> Layer:
     by_io_uring = pin.owner == "io-uring" or "io_uring" in pin.api  # one that failed has no api
     verb = "io_uring_register_buffers" if by_io_uring else pin.api
     as_call = Registration(
-        pin.id, pin.seq, pin.buffer, verb, None, address, length, address, None, pin.errno,
-        pin.before, pin.after, {}, pin.trace, pin.stand_in, pin.spans,
-    )  # fmt: skip
+        *(pin.id, pin.seq, pin.buffer, verb, None, address, length, address, None, pin.errno),
+        *(pin.before, pin.after, {}, pin.trace, pin.stand_in, pin.spans),
+    )
     return classify(facts, run, as_call)
 
 
@@ -800,16 +791,6 @@ def _read_vma(line: str) -> _Vma | None:
     return _Vma(int(match[1], 16), int(match[2], 16), match[3], match[4]) if match else None
 
 
-def _vma_path(call: Call) -> str:
-    vma = _vma(call)
-    return vma.path if vma else ""
-
-
-def _last_migration(trace: Trace) -> int | None:
-    returned = [step.returned for step in trace.migrations if step.returned is not None]
-    return returned[-1] if returned else None
-
-
 def _held_beyond_baseline(call: Call) -> Spans:
     """Pages of the call that bore more references than what is due and one transient reference explain."""
     reg, buffer = call.registration, call.buffer
@@ -818,14 +799,8 @@ def _held_beyond_baseline(call: Call) -> Spans:
     found = Spans()
     for state in (reg.before, reg.after):
         if state is not None:
-            found = found | _above(state, buffer)
-    return found & reg.spans
-
-
-def _above(state: PageState, buffer: Buffer) -> Spans:
-    excess = state.excess(cache_references(buffer.backing))
-    counted = Spans.of((a, b) for a, b, value in excess if value > TRANSIENT)
-    return (counted - state.known("pincount")) | state.where("pincount", lambda count: count > 0)
+            found = found | held_now(state, buffer, reg.spans, TRANSIENT + 1)
+    return found
 
 
 def _what_is_missing(call: Call) -> str:
@@ -836,10 +811,9 @@ def _what_is_missing(call: Call) -> str:
         )
         why = f" ({trace.why})" if trace.why and trace.status != "absent" else ""
         return f"{status}{why}, and {reg.errno} alone names no layer"
-    last = _last_migration(trace)
-    if last is not None and last > 0:
-        return f"migrate_pages left {last} behind, but what held them was not seen"
-    if last == ENOMEM:
+    if trace.left_behind:
+        return f"migrate_pages left {trace.left_behind} behind, but what held them was not seen"
+    if trace.last_migration == ENOMEM:
         return "migrate_pages returned -ENOMEM on a huge page that is also held: both causes fit"
     if _refuses_file(call) is None:
         return "the file may end before this page, or the kernel may refuse to pin a file for writing"

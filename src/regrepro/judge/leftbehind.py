@@ -61,11 +61,10 @@ class LeftBehind:
         """The PFNs of those that the kernel told of."""
         return {pfn for page in self.told if (pfn := whole_number(page.get("pfn"))) is not None}
 
-    @cached_property
+    @property
     def count(self) -> int:
         """How many the last migration left behind, as it returned (pages, or large folios: each as one)."""
-        returned = [step.returned for step in self.registration.trace.migrations if step.returned is not None]
-        return max(returned[-1], 0) if returned else 0
+        return self.registration.trace.left_behind
 
     def __str__(self) -> str:
         return "1 page" if self.count == 1 else f"{self.count} pages"

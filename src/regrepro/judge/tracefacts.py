@@ -74,10 +74,14 @@ class Trace:
         return [value for name, value in self.returns if name in wanted]
 
     @property
+    def last_migration(self) -> int | None:
+        """What the last migration returned of which that was seen: pages left behind, or an errno."""
+        return next((step.returned for step in reversed(self.migrations) if step.returned is not None), None)
+
+    @property
     def left_behind(self) -> int:
-        """How many pages the last migration says that it left behind; 0 where it does not say."""
-        told = [step.returned for step in self.migrations if step.returned is not None]
-        return max(told[-1], 0) if told else 0
+        """How many pages (folios) it left behind; 0 where that was not seen."""
+        return max(self.last_migration or 0, 0)
 
     @property
     def pinned(self) -> bool:
