@@ -6,7 +6,7 @@ from regrepro.judge import rules
 from regrepro.judge.facts import Facts, Pass, Registration
 from regrepro.judge.layers import MOVE_REFUSED, Layer, classify
 from regrepro.judge.outcome import OTHER_FAILURE, REPRODUCED, Verdict, named, unmet_checks
-from regrepro.judge.rules import MISSING, Case, Check
+from regrepro.judge.rules import Case, missing
 
 
 def judge_failure(facts: Facts, run: Pass, registration: Registration) -> Verdict:
@@ -25,7 +25,7 @@ def judge_failure(facts: Facts, run: Pass, registration: Registration) -> Verdic
         return Verdict(OTHER_FAILURE, reason, layer=layer)
     if buffer is None:
         text = f"{what} on a range that is no buffer of the scenario"
-        return unmet_checks([Check("buffer", MISSING, text, "register a buffer of the stage")])
+        return unmet_checks([missing("buffer", text, "register a buffer of the stage")])
     case = Case(facts, run, registration, buffer)
     if run.contract == "none" and not case.held and layer.name == "page-migration":
         # Somebody's reference that came and went: the scenario pins nothing, and none is asked after.
