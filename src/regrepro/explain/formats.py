@@ -146,15 +146,13 @@ def _nccl(failure: Failure, match: re.Match[str], line: str) -> Parsed:
 
 
 def _ucx(failure: Failure, match: re.Match[str], line: str) -> Parsed:
-    address = re.search(r"address=(0x[0-9a-f]{1,16})", match["arguments"])
-    length = re.search(r"length=(\d{1,20})", match["arguments"])
-    device = re.search(
-        r"\b((?:mlx5|mlx4|irdma|bnxt_re|efa|rxe|hns|roce|rocep|ibp|rdmap)\w{1,20})\b[^(]{0,4}$",
-        line[: match.start()],
-    )
-    failure.address = address[1] if address else None
-    failure.length = int(length[1]) if length else None
-    failure.device = device[1] if device else None
+    if address := re.search(r"address=(0x[0-9a-f]{1,16})", match["arguments"]):
+        failure.address = address[1]
+    if length := re.search(r"length=(\d{1,20})", match["arguments"]):
+        failure.length = int(length[1])
+    devices = r"\b((?:mlx5|mlx4|irdma|bnxt_re|efa|rxe|hns|roce|rocep|ibp|rdmap)\w{1,20})\b[^(]{0,4}$"
+    if device := re.search(devices, line[: match.start()]):
+        failure.device = device[1]
     limit = re.search(
         r"max locked memory[^(]{0,80}\(?(?:ulimit -l\)[^(]{0,40}\()?\s?current: (\d{1,20}) kbytes", line
     )
