@@ -162,12 +162,8 @@ class KernelFunction:
 
 
 _IB = "drivers/infiniband"
-_GUP, _MIGRATE, _DMA, _DMA_BUF = (
-    "mm/gup.c",
-    "mm/migrate.c",
-    "kernel/dma/mapping.c",
-    "drivers/dma-buf/dma-buf.c",
-)
+_GUP, _MIGRATE, _DMA = "mm/gup.c", "mm/migrate.c", "kernel/dma/mapping.c"
+_DMA_BUF = "drivers/dma-buf/dma-buf.c"
 _P2P, _MLX5 = "nvidia/nv-p2p.c", "drivers/net/ethernet/mellanox/mlx5/core"
 _GUP_ARGUMENTS = {
     "": (("start", 1, "x64"), ("nr_pages", 2, "s64"), ("gup_flags", 3, "x32")),
@@ -185,17 +181,8 @@ def _names(*names: Name | str) -> tuple[Name, ...]:
 
 
 def _driver(name: str, module: str, source: str) -> KernelFunction:
-    what, depth = f"registration by {module}", CallDepth.DRIVER
-    told = (
-        f"{_IB}/{source}",
-        (Family.DRIVER,),
-        module,
-        Returns.POINTER,
-        depth,
-        (),
-        Kept.ALL,
-        (Watch.DRIVER,),
-    )
+    what, where, depth = f"registration by {module}", f"{_IB}/{source}", CallDepth.DRIVER
+    told = (where, (Family.DRIVER,), module, Returns.POINTER, depth, (), Kept.ALL, (Watch.DRIVER,))
     return KernelFunction(what, _names(name), *told)
 
 
@@ -210,9 +197,8 @@ def _request(
 def _gup(name: str, how: str, family: Family, *watch: Watch, read: tuple[Family, ...] = ()) -> KernelFunction:
     """GUP itself, which returns how many pages it took. `how` it takes its arguments."""
     pins = family is Family.TAKES_PINS
-    names, returns = _names(Name(name, "5.6 eddb1c228f79") if pins else name), Returns.LONG
-    if how == "fast":
-        returns = Returns.INT
+    names = _names(Name(name, "5.6 eddb1c228f79") if pins else name)
+    returns = Returns.INT if how == "fast" else Returns.LONG
     told = (_GUP, (family, *read), "", returns, CallDepth.GUP, _GUP_ARGUMENTS[how], Kept.ALL, watch)
     return KernelFunction("pins" if pins else "references", names, *told)
 

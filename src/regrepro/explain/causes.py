@@ -12,7 +12,8 @@ from typing import Any
 
 from regrepro.explain.formats import HOST
 from regrepro.judge.layer_table import BY_NAME, LAYERS, ROWS
-from regrepro.judge.layers import Decision, known_release
+from regrepro.judge.layers import known_release
+from regrepro.judge.narrowing import Decision
 
 DECIDED = "decided"
 SUPPORTED = "supported"

@@ -16,7 +16,7 @@ from regrepro.explain import causes, formats, traces
 from regrepro.explain.formats import GPU, Failure, Remark
 from regrepro.explain.scan import Found, Needles, read
 from regrepro.explain.text import Where, decode, errno_of, peel, where
-from regrepro.judge.layers import Decision
+from regrepro.judge.narrowing import Decision
 
 _Name = TypeVar("_Name", int, str)
 

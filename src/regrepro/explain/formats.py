@@ -14,7 +14,8 @@ from functools import lru_cache
 
 from regrepro.explain.text import errno_of
 from regrepro.judge.layer_table import LAYERS, MemoryKind
-from regrepro.judge.layers import Call, Decision, Layer, decide
+from regrepro.judge.layers import Call, decide
+from regrepro.judge.narrowing import Decision, Layer
 from regrepro.judge.tracefacts import Trace
 
 HOST = "host"
@@ -60,7 +61,7 @@ class Failure:
     def decide(self) -> Decision:
         """Ask the judge which layer it is, or which are left."""
         if self.layer is not None:
-            return Decision(Layer(self.layer, self.layer_why), (self.layer,), self.layer_why)
+            return Decision.of(Layer(self.layer, self.layer_why))
         if self.left:
             gone = [name for name in LAYERS if name not in self.left]
             return Decision(None, self.left, excluded=dict.fromkeys(gone, "the text shows another place"))

@@ -7,7 +7,7 @@ from typing import Any
 from regrepro.judge import rules
 from regrepro.judge.contracts import measured_contract
 from regrepro.judge.facts import Facts, Pass, Registration
-from regrepro.judge.layers import Layer
+from regrepro.judge.narrowing import Layer
 from regrepro.judge.pagestate import PageState
 from regrepro.judge.rules import Case
 from regrepro.judge.spans import Spans

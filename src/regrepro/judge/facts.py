@@ -143,7 +143,7 @@ class Look:
 
 @dataclass
 class Buffer:
-    """A buffer. `place` is what was asked, `placed` how it was got."""
+    """A buffer. `place` is what was asked."""
 
     id: int
     seq: int
@@ -153,7 +153,6 @@ class Buffer:
     backing: str
     owner: str
     place: object
-    placed: str
     vma: str
     state: PageState | None
     stand_in: str | None
@@ -529,7 +528,6 @@ def _buffer(current: Pass, facts: Facts, event: events.BufferEvent) -> None:
         event.backing,
         event.owner,
         event.place,
-        event.placed,
         event.vma or "",
         facts.read_state(event.pages, f"buffer (seq {event.seq})", current.problems),
         event.stand_in,

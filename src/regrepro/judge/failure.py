@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from regrepro.judge import rules
 from regrepro.judge.facts import Facts, Pass, Registration
-from regrepro.judge.layers import MOVE_REFUSED, Layer, classify
+from regrepro.judge.layers import MOVE_REFUSED, classify
+from regrepro.judge.narrowing import Layer
 from regrepro.judge.outcome import OTHER_FAILURE, REPRODUCED, Verdict, named, unmet_checks
 from regrepro.judge.rules import Case, missing
 

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 from regrepro.judge.facts import Buffer, Facts, Pass, Pin, Registration
 from regrepro.judge.layer_table import BY_NAME, MemoryKind, Release
-from regrepro.judge.narrowing import Narrowed, narrow
+from regrepro.judge.narrowing import Decision, Layer, narrow
 from regrepro.judge.owners import held_now
 from regrepro.judge.pagestate import whole_number
 from regrepro.judge.rules import TRANSIENT
@@ -50,16 +50,6 @@ _KNOWN_KERNEL = re.compile(
 )
 # Shared mappings of what is never written back to a disk (`vma_needs_dirty_tracking`, mm/vma.c).
 _NEVER_WRITTEN_BACK = ("/memfd:", "/dev/", "/SYSV", "/anon_hugepage", "/secretmem", "anon_inode:", "[")
-
-
-@dataclass(frozen=True)
-class Layer:
-    """A layer, why it is this one, how that is known (`observed`, `inferred`), and the kernel source."""
-
-    name: str
-    why: str
-    how: str = "observed"
-    source: str = ""
 
 
 @dataclass(frozen=True)
@@ -588,12 +578,8 @@ def mkey(call: Call) -> Layer | None:
     trace = call.trace
     failed = trace.failed(Family.MKEY)
     if failed is not None and trace.failed(Family.GUP) is None:
-        return Layer(
-            "mkey",
-            f"the device could not allocate an MR ({failed})",
-            "observed",
-            "rxe_add_to_pool, mlx5_core_create_mkey",
-        )
+        why = f"the device could not allocate an MR ({failed})"
+        return Layer("mkey", why, "observed", "rxe_add_to_pool, mlx5_core_create_mkey")
     driver = trace.driver()
     if not trace.complete or not driver or driver[-1] >= 0 or driver[-1] == EOPNOTSUPP:
         return None
@@ -630,38 +616,19 @@ RULES: tuple[Callable[[Call], Layer | None], ...] = (
 order only settles who says it."""
 
 
-@dataclass(frozen=True)
-class Decision:
-    """What failed. `layer`: the one that is named, or None; then `candidates` are left, `why` says why no
-    fewer, and `excluded` why it is none of the others.
-    """
-
-    layer: Layer | None
-    candidates: tuple[str, ...]
-    why: str = ""
-    excluded: Mapping[str, str] = field(default_factory=dict)
-
-
 def decide(call: Call) -> Decision:
     """Name the deepest failing layer of a call, or say which are left and what excludes the others."""
-    left = _narrow(call)
-    if call.log and left.shown:
-        return Decision(Layer(left.candidates[0], left.why), left.candidates, left.why)
-    for rule in RULES:
-        layer = rule(call)
-        if layer is not None:
-            return Decision(layer, (layer.name,), layer.why)
-    return Decision(None, left.candidates, left.why, left.excluded)
-
-
-def _narrow(call: Call) -> Narrowed:
     reg, memory = call.registration, call.memory
     if reg.verb == DMABUF_VERB:
         memory = MemoryKind.DMABUF
     elif call.buffer is not None:
         memory = MemoryKind.GPU if call.buffer.on_gpu else MemoryKind.HOST
     kernel = known_release(call.facts.kernel)
-    return narrow(call.trace, reg.errno or "", memory, kernel, io_uring=not reg.through_umem)
+    left = narrow(call.trace, reg.errno or "", memory, kernel, io_uring=not reg.through_umem)
+    if call.log and left.layer is not None:
+        return left
+    named = next((layer for rule in RULES if (layer := rule(call)) is not None), None)
+    return Decision.of(named) if named is not None else replace(left, layer=None)
 
 
 def classify(facts: Facts, run: Pass, registration: Registration) -> Layer:
@@ -721,9 +688,8 @@ def blocked_in_device(run: Pass) -> Layer | None:
         return None
     stack = run.end.where or ""
     text = " ".join(str(frame) for frame in stack) if isinstance(stack, list) else str(stack)
-    if re.search(
-        r"ib_uverbs_remove_one|ib_unregister_device|disable_device|rxe_dellink|remove_client_context", text
-    ):
+    waits = r"ib_uverbs_remove_one|ib_unregister_device|disable_device|rxe_dellink|remove_client_context"
+    if re.search(waits, text):
         why = (
             "the kernel waits in ib_uverbs_remove_one for a context of the removed device and cannot be freed"
         )

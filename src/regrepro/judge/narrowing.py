@@ -8,6 +8,7 @@ is looked at, the limit is checked, pages are pinned, then mapped, then the devi
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from regrepro.errors import errno_name
@@ -23,15 +24,30 @@ _PIN_NAMES = frozenset(of_family(*_PIN))
 
 
 @dataclass(frozen=True)
-class Narrowed:
-    """`candidates`: layers that fit, and `why` no fewer; `excluded`: layer → why it is not that one.
-    `shown`: the one candidate is what the trace itself shows to have failed.
+class Layer:
+    """A layer, why it is this one, how that is known (`observed`, `inferred`), and the kernel source."""
+
+    name: str
+    why: str
+    how: str = "observed"
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What failed. `layer`: the one that is named, or None; then `candidates` are left, `why` says why no
+    fewer, and `excluded` why it is none of the others.
     """
 
+    layer: Layer | None
     candidates: tuple[str, ...]
     why: str = ""
-    excluded: dict[str, str] = field(default_factory=dict)
-    shown: bool = False
+    excluded: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, layer: Layer) -> Decision:
+        """Return the decision that it is this layer."""
+        return cls(layer, (layer.name,), layer.why)
 
 
 def narrow(
@@ -41,14 +57,15 @@ def narrow(
     kernel: Release | None = None,
     *,
     io_uring: bool = False,
-) -> Narrowed:
-    """Say which layers fit a call that failed with `errno` ("": not told), and what excludes the others.
+) -> Decision:
+    """Say which layers fit a call that failed with `errno` ("": not told), and what excludes the others; or
+    name the one whose own function the trace shows to have failed.
 
     `kernel`: the release, where it is known; else the functions in sight say which it is at least.
     """
     shown = _shown(trace)
     if shown is not None:
-        return Narrowed((shown[0],), shown[1], shown=True)
+        return Decision.of(Layer(*shown))
     pin, umem = trace.failed(*_IN_PIN), trace.failed(Family.UMEM, Family.IO_PIN)
     if memory is not MemoryKind.DMABUF and (trace.pinned if pin is None else pin != EFAULT):
         memory = MemoryKind.HOST  # of a GPU's address GUP knows no page
@@ -71,7 +88,7 @@ def narrow(
         excluded |= {name: gone for name in candidates if few and name not in few}
         candidates, why = [name for name in candidates if not few or name in few], few_why or why
     excluded.pop("cuda-pin", None)
-    return Narrowed(tuple(candidates), why, excluded)
+    return Decision(None, tuple(candidates), why, excluded)
 
 
 def _errno(value: int | None) -> str:

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from regrepro.judge.facts import Facts, Pass, Registration
-from regrepro.judge.layers import Layer, blocked_in_device, memory_cgroup
+from regrepro.judge.layers import blocked_in_device, memory_cgroup
+from regrepro.judge.narrowing import Layer
 from regrepro.judge.rules import Check
 
 REPRODUCED, NOT_REPRODUCED, OTHER_FAILURE = "reproduced", "not-reproduced", "other-failure"

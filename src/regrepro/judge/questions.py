@@ -79,11 +79,6 @@ class Standing:
     why: str
     need: str = ""
 
-    @property
-    def proves(self) -> bool:
-        """Whether the question is answered by it."""
-        return self.state in (GOOD, BAD)
-
 
 @dataclass(frozen=True)
 class Answer:

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from regrepro.judge.facts import Facts, Look, Pass, Registration
-from regrepro.judge.layers import MOVE_REFUSED, Layer, classify
+from regrepro.judge.layers import MOVE_REFUSED, classify
 from regrepro.judge.leftbehind import Excess, LeftBehind, by_page
+from regrepro.judge.narrowing import Layer
 from regrepro.judge.pagestate import UNPINNABLE, whole_number
 from regrepro.judge.rules import OK, Check, missing
 
