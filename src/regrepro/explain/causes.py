@@ -110,20 +110,17 @@ def narrow(
         elif "pins host memory" in what and "page-migration" in status:
             state, why = status["page-migration"]
             if state != IMPOSSIBLE:
-                status["page-migration"] = (
-                    state,
-                    f"{why}; the holder is not the NVIDIA driver's pin (the audit: {one.get('reason')})",
-                )
+                why += f"; the holder is not the NVIDIA driver's pin (the audit: {one.get('reason')})"
+                status["page-migration"] = (state, why)
     processes = value("limits", "processes")
-    if isinstance(processes, list) and processes:
-        free = [
-            one.get("ipc_lock") is True
-            or (isinstance(one.get("memlock"), dict) and one["memlock"].get("soft") is None)
-            for one in processes
-            if isinstance(one, dict)
-        ]
-        if free and all(free):
-            close("memlock-accounting", "no process with an RDMA device open has a locked-memory limit")
+    free = [
+        one.get("ipc_lock") is True
+        or (isinstance(one.get("memlock"), dict) and one["memlock"].get("soft") is None)
+        for one in (processes if isinstance(processes, list) else [])
+        if isinstance(one, dict)
+    ]
+    if free and all(free):
+        close("memlock-accounting", "no process with an RDMA device open has a locked-memory limit")
     loaded = value("nvidia", "peermem")
     if loaded == [] and errno == "EFAULT" and buffer != HOST:
         support("peer-memory", "nvidia-peermem is not loaded, so a GPU address cannot be registered this way")

@@ -166,16 +166,14 @@ class Session:
         events: list[dict[str, Any]] = []
         for one in self.returns:
             if one.fields:
-                fields = {
-                    name: signed(value) if value.isdigit() else value for name, value in one.fields.items()
-                }
-                events.append({"tracepoint": one.function, "fields": fields})
+                told = {name: signed(word) if word.isdigit() else word for name, word in one.fields.items()}
+                events.append({"tracepoint": one.function, "fields": told})
             else:
                 # A pointer may be cut off anywhere.
                 value = one.value if one.value > -4096 else 1
                 events.append({"fn": one.function, "ret": value, "caller": one.caller or _NO_CALLER})
-        told = {"status": "spoiled", "why": "it is a log's", "events": events, "probed": [*in_sight]}
-        return read_trace(told, "the text", [])
+        trace = {"status": "spoiled", "why": "it is a log's", "events": events, "probed": [*in_sight]}
+        return read_trace(trace, "the text", [])
 
 
 MAX_RETURNS = 400

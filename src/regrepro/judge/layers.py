@@ -20,7 +20,7 @@ from regrepro.judge.narrowing import Decision, Layer, narrow
 from regrepro.judge.owners import held_now
 from regrepro.judge.pagestate import whole_number
 from regrepro.judge.rules import TRANSIENT
-from regrepro.judge.spans import Spans
+from regrepro.judge.spans import Spans, pages_text
 from regrepro.judge.tracefacts import Trace
 from regrepro.kernel_functions import Family
 
@@ -263,7 +263,7 @@ def memlock_accounting(call: Call) -> Layer | None:
         return Layer("memlock-accounting", "RLIMIT_MEMLOCK is 0 and CAP_IPC_LOCK is missing", how, source)
     counted = call.pinned_before
     locked, allowed = call.locked_before if counted is None else counted, limit // call.page
-    asked = "1 page" if pages == 1 else f"{pages} pages"
+    asked = pages_text(pages)
     if locked + pages > allowed:
         added = f" and {locked} pinned before" if locked else ""
         why = f"{asked}{added} exceed the {allowed} that RLIMIT_MEMLOCK allows, and CAP_IPC_LOCK is missing"

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from regrepro.judge.facts import Look, Pass, Registration
 from regrepro.judge.pagestate import PIN_BIAS, PageState, cache_references, whole_number
-from regrepro.judge.spans import Run, Spans
+from regrepro.judge.spans import Run, Spans, pages_text
 
 T = TypeVar("T")
 
@@ -67,7 +67,7 @@ class LeftBehind:
         return self.registration.trace.left_behind
 
     def __str__(self) -> str:
-        return "1 page" if self.count == 1 else f"{self.count} pages"
+        return pages_text(self.count)
 
     @cached_property
     def looks(self) -> list[Look]:

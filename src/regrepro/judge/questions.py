@@ -92,16 +92,12 @@ class Answer:
     def line(self) -> str:
         """The question, the answer, and what the exit code means: one line."""
         asked = QUESTIONS.get(self.question, "is all as the scenario files declare?")
-        return f"Asked {self.question} ({asked}): {self.text}. {exit_code_means(self.question, self.code)}"
+        means = _MEANING[self.question].get(self.code, _UNDECIDED_MEANS)
+        return f"Asked {self.question} ({asked}): {self.text}. Exit code {self.code}: {means}."
 
     def as_json(self) -> dict[str, Any]:
         """Return the keys beside the verdicts in what `--json` prints."""
         return {"question": self.question, "answer": self.text, "exit_code": self.code}
-
-
-def exit_code_means(question: str, code: int) -> str:
-    """Return what an exit code says where this was asked: a sentence."""
-    return f"Exit code {code}: {_MEANING[question].get(code, _UNDECIDED_MEANS)}."
 
 
 def check_terms(

@@ -12,7 +12,7 @@ from regrepro.judge.nodememory import contrary
 from regrepro.judge.outcome import NOT_REPRODUCED, Verdict, named, unmet, unmet_checks
 from regrepro.judge.pagestate import PIN_BIAS
 from regrepro.judge.rules import Case, Check, missing
-from regrepro.judge.spans import Spans
+from regrepro.judge.spans import Spans, pages_text
 
 
 def judge_success(
@@ -96,7 +96,7 @@ def _basis(case: Case, checks: list[Check]) -> Verdict:
             checks.append(missing("pin contract", f"the pages moved, but {contract.why}", contract.how))
         owner = whose = case.owner(pin)
         if owner == "cuda":
-            whose = f"NVIDIA driver {case.facts.node.get('nvidia_driver') or 'of unknown version'}"
+            whose = owners.nvidia_driver(case.facts)
         elif owner == "own-code":
             whose = pin.api
         elif owner == "unknown":
@@ -177,15 +177,13 @@ def _kernel_allowed(case: Case) -> str:
     if not case.held:
         when = "before any pin was taken" if later else "while no pin held them"
         if copied:
-            return f"{_pages(copied.total)} that others map as well were copied, not migrated, {when}"
+            return f"{pages_text(copied.total)} that others map as well were copied, not migrated, {when}"
         if moved:
-            return f"the kernel moved {_pages(moved.total)} out of unpinnable memory {when}"
-        return f"this kernel pinned {_pages(count)} in place, in unpinnable memory, {when}"
+            return f"the kernel moved {pages_text(moved.total)} out of unpinnable memory {when}"
+        return f"this kernel pinned {pages_text(count)} in place, in unpinnable memory, {when}"
     if copied:
-        what = f"{_pages(copied.total)} that others map as well were copied, not migrated"
+        what = f"{pages_text(copied.total)} that others map as well were copied, not migrated"
         return f"{what}: the pin holds what they were copied from, so that this bug was not tried on them"
-    return f"this kernel pins {_pages(count)} in place, in unpinnable memory, although a pin is held on them"
-
-
-def _pages(count: int) -> str:
-    return "1 page" if count == 1 else f"{count} pages"
+    return (
+        f"this kernel pins {pages_text(count)} in place, in unpinnable memory, although a pin is held on them"
+    )

@@ -176,17 +176,11 @@ def _fill(trace: Trace, value: Mapping[str, Any]) -> str:
         elif event.get("tracepoint") == "mm_migrate_pages" and isinstance(event.get("fields"), Mapping):
             fields = event["fields"]
             reason = fields.get("reason")
-            seen.append(
-                Migration(
-                    None,
-                    reason if isinstance(reason, str) else None,
-                    whole_number(fields.get("nr_succeeded")),
-                    whole_number(fields.get("nr_failed")),
-                    any(
-                        whole_number(fields.get(name)) for name in ("nr_thp_failed", "nr_large_folio_failed")
-                    ),
-                )
-            )
+            reason = reason if isinstance(reason, str) else None
+            succeeded, failed = (whole_number(fields.get(f"nr_{word}")) for word in ("succeeded", "failed"))
+            large = ("nr_thp_failed", "nr_large_folio_failed")
+            is_large = any(whole_number(fields.get(name)) for name in large)
+            seen.append(Migration(None, reason, succeeded, failed, is_large))
             ours.append(reason in REASONS.values())
     trace.migrations = [step for step, is_ours in zip(seen, ours, strict=True) if is_ours]
     missing = value.get("missing")
@@ -209,9 +203,7 @@ def _fill(trace: Trace, value: Mapping[str, Any]) -> str:
 
 
 def _names(value: object) -> frozenset[str]:
-    return (
-        frozenset(name for name in value if isinstance(name, str)) if isinstance(value, list) else frozenset()
-    )
+    return frozenset(name for name in (value if isinstance(value, list) else []) if isinstance(name, str))
 
 
 def _note_gup_call(trace: Trace, name: str, ret: int, event: Mapping[str, Any]) -> None:
