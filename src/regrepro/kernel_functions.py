@@ -452,16 +452,11 @@ def watched(what: Watch) -> tuple[KernelFunction, ...]:
     return tuple(row for row in FUNCTIONS if what in row.watch)
 
 
-def release(told: str) -> tuple[int, int]:
-    """Return the kernel release of a `since`, or of a longer release name that begins with its numbers."""
-    major, minor = re.findall(r"\d+", told)[:2]
-    return int(major), int(minor)
-
-
 def first_release_with(names: Container[str]) -> tuple[int, int]:
     """Return the first kernel release that has all of these functions by these names."""
     told = (item.since for row in FUNCTIONS for item in row.known_as if item.since and item.name in names)
-    return max(map(release, told), default=(0, 0))
+    numbers = (since.split()[0].split(".") for since in told)
+    return max(((int(major), int(minor)) for major, minor in numbers), default=(0, 0))
 
 
 BY_NAME: dict[str, KernelFunction] = {name: row for row in FUNCTIONS for name in row.names}

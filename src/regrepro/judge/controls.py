@@ -93,13 +93,12 @@ def unheld(controls: list[dict[str, Any]]) -> list[Check]:
 def moved_by_pin(case: Case) -> tuple[Pin, Contract] | None:
     """The held pin that moved unpinnable pages when it was taken, and what that says."""
     for pin in case.held:
-        if pin.before is None and pin.after is not None:
-            contract = case.contract(pin)
-            if contract.kind == "longterm":
-                return pin, contract
-        if pin.before is None or pin.after is None:
+        if pin.after is None:
             continue
-        if pin.before.unpinnable & pin.spans & case.registration.spans & pin.before.moved(pin.after):
+        if pin.before is None:  # the call made the memory, too: its trace alone tells
+            if case.contract(pin).kind == "longterm":
+                return pin, case.contract(pin)
+        elif pin.before.unpinnable & pin.spans & case.registration.spans & pin.before.moved(pin.after):
             return pin, case.contract(pin)
     return None
 

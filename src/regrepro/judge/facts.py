@@ -426,16 +426,14 @@ def _order(current: Pass, seq: int, t: object) -> None:
 
 def _find_gaps(facts: Facts, seqs: list[int]) -> None:
     """An event that is missing, or there twice, within a pass may have been the one that matters."""
-    seen = set(seqs)
-    twice = len(seen) != len(seqs)
     for item in facts.passes:
         if item.first_seq is None or item.last_seq is None:
             continue
-        within = sum(1 for seq in seen if item.first_seq <= seq <= item.last_seq)
-        gaps = item.last_seq - item.first_seq + 1 - within
+        within = [seq for seq in seqs if item.first_seq <= seq <= item.last_seq]
+        gaps = item.last_seq - item.first_seq + 1 - len(set(within))
         if gaps:
             item.problems.append(f"{gaps} of its events are missing from the record")
-        if twice and len([seq for seq in seqs if item.first_seq <= seq <= item.last_seq]) != within:
+        if len(within) != len(set(within)):
             item.problems.append("some of its events bear the same number")
 
 

@@ -134,7 +134,10 @@ def _lasting(left: LeftBehind) -> Check:
         why = _not_held(left, look, seen)
         if why:
             return missing(name, f"{why}, and {_TRANSIENT}")
-    times = _times_apart(left)
+    times: list[float] = []  # seconds after the failure, each some time after the last
+    for look in left.looks:
+        if look.after is not None and (not times or look.after - times[-1] >= _APART):
+            times.append(look.after)
     last = times[-1] if times else None
     if last is None or last < LASTS or len(times) < _LOOKS:
         return missing(name, _too_short(left, last))
@@ -145,15 +148,6 @@ def _lasting(left: LeftBehind) -> Check:
         text = f"the references were not the same at each look: {_TRANSIENT}; an unpin would tell"
         return missing(name, text)
     return Check(name, OK, f"the same references were on all of them {len(times)} times over {last:.0f} s")
-
-
-def _times_apart(left: LeftBehind) -> list[float]:
-    """When the pages were looked at, each time some time after the last: seconds after the failure."""
-    times: list[float] = []
-    for look in left.looks:
-        if look.after is not None and (not times or look.after - times[-1] >= _APART):
-            times.append(look.after)
-    return times
 
 
 def _not_held(left: LeftBehind, look: Look, seen: dict[int, list[Excess]]) -> str:
