@@ -61,7 +61,7 @@ def narrow(
     """Say which layers fit a call that failed with `errno` ("": not told), and what excludes the others; or
     name the one whose own function the trace shows to have failed.
 
-    `kernel`: the release, where it is known; else the functions in sight say which it is at least.
+    `kernel`: the release, where it is known; else the functions of this call say which it is at least.
     """
     shown = _shown(trace)
     if shown is not None:
@@ -71,7 +71,7 @@ def narrow(
         memory = MemoryKind.HOST  # of a GPU's address GUP knows no page
     told = _errno(pin) or _errno(umem) or errno
     at, why, gone = _place(trace, pin, umem, io_uring=io_uring)
-    since = kernel or first_release_with(trace.in_sight | {name for name, _ in trace.returns})
+    since = kernel or first_release_with({name for name, _ in trace.returns})
     candidates, excluded = [], {}
     for row in ROWS[:-1]:
         if not row.gives(told, memory):

@@ -94,6 +94,12 @@ def test_a_huge_page_is_refused_where_the_kernel_can(inner: list[tuple[str, int]
     assert possible(*inner, ("mlx5_ib_reg_user_mr", -12)) == due
 
 
+def test_another_kernel_s_call_in_the_text_says_nothing_of_this_one() -> None:
+    of_72 = (("__ib_umem_get_va", 1), ("rxe_reg_user_mr", 1))
+    failed = (("pin_user_pages_fast", -12), ("ib_umem_get", -12), ("mlx5_ib_reg_user_mr", -12))
+    assert "longterm-refused" in possible(*of_72, *failed)
+
+
 def test_a_driver_whose_own_pin_found_no_page_to_move_to_is_no_registration() -> None:
     """What fails is the pin of os_lock_user_pages, whatever made it fail."""
     log = "".join(
