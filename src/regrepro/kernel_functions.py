@@ -11,6 +11,7 @@ while pages move, and each costs other processes that call it well under a micro
 from __future__ import annotations
 
 import re
+from collections.abc import Container
 from dataclasses import dataclass
 from enum import Enum, IntEnum, auto
 from functools import cache
@@ -87,7 +88,6 @@ class Family(Enum):
     UVERBS = auto()
     """Where uverbs is entered, whatever for."""
     SYSTEM_CALL = auto()
-    ACCESS_CHECK = auto()
     DRIVER = auto()
     IO_URING = auto()
     IO_PIN = auto()
@@ -118,9 +118,8 @@ class Family(Enum):
 
 @dataclass(frozen=True)
 class Name:
-    """A name of a function. `since`, `until`: the version that brought it and the one that took it away, with
-    the commit where that is known ("by 6.12": 6.12 has it, and 6.1 has not); "" for before 5.10, and for what
-    still is.
+    """A name of a function. `since`, `until`: the kernel release that brought it and the one that took it
+    away, each with the commit in torvalds/linux; "" for before 5.10, and for what still is.
     """
 
     name: str
@@ -163,12 +162,8 @@ class KernelFunction:
 
 
 _IB = "drivers/infiniband"
-_GUP, _MIGRATE, _DMA, _DMA_BUF = (
-    "mm/gup.c",
-    "mm/migrate.c",
-    "kernel/dma/mapping.c",
-    "drivers/dma-buf/dma-buf.c",
-)
+_GUP, _MIGRATE, _DMA = "mm/gup.c", "mm/migrate.c", "kernel/dma/mapping.c"
+_DMA_BUF = "drivers/dma-buf/dma-buf.c"
 _P2P, _MLX5 = "nvidia/nv-p2p.c", "drivers/net/ethernet/mellanox/mlx5/core"
 _GUP_ARGUMENTS = {
     "": (("start", 1, "x64"), ("nr_pages", 2, "s64"), ("gup_flags", 3, "x32")),
@@ -186,17 +181,8 @@ def _names(*names: Name | str) -> tuple[Name, ...]:
 
 
 def _driver(name: str, module: str, source: str) -> KernelFunction:
-    what, depth = f"registration by {module}", CallDepth.DRIVER
-    told = (
-        f"{_IB}/{source}",
-        (Family.DRIVER,),
-        module,
-        Returns.POINTER,
-        depth,
-        (),
-        Kept.ALL,
-        (Watch.DRIVER,),
-    )
+    what, where, depth = f"registration by {module}", f"{_IB}/{source}", CallDepth.DRIVER
+    told = (where, (Family.DRIVER,), module, Returns.POINTER, depth, (), Kept.ALL, (Watch.DRIVER,))
     return KernelFunction(what, _names(name), *told)
 
 
@@ -211,9 +197,8 @@ def _request(
 def _gup(name: str, how: str, family: Family, *watch: Watch, read: tuple[Family, ...] = ()) -> KernelFunction:
     """GUP itself, which returns how many pages it took. `how` it takes its arguments."""
     pins = family is Family.TAKES_PINS
-    names, returns = _names(Name(name, "5.6 eddb1c228f79") if pins else name), Returns.LONG
-    if how == "fast":
-        returns = Returns.INT
+    names = _names(Name(name, "5.6 eddb1c228f79") if pins else name)
+    returns = Returns.INT if how == "fast" else Returns.LONG
     told = (_GUP, (family, *read), "", returns, CallDepth.GUP, _GUP_ARGUMENTS[how], Kept.ALL, watch)
     return KernelFunction("pins" if pins else "references", names, *told)
 
@@ -281,7 +266,7 @@ FUNCTIONS: tuple[KernelFunction, ...] = (
     ),
     _request(
         "dma-buf registration in uverbs",
-        Name("ib_uverbs_handler_UVERBS_METHOD_REG_DMABUF_MR", "5.12"),
+        Name("ib_uverbs_handler_UVERBS_METHOD_REG_DMABUF_MR", "5.12 bfe0cc6eb249"),
         "uverbs_std_types_mr.c",
         Family.DMABUF_REQUEST,
         run=Kept.ALL,
@@ -314,23 +299,29 @@ FUNCTIONS: tuple[KernelFunction, ...] = (
     ),
     _inner(
         *("the umem", f"{_IB}/core/umem.c", Family.UMEM, CallDepth.UMEM),
-        Name("__ib_umem_get_va", "by 7.3"),
-        Name("ib_umem_get", "", "by 7.3"),
+        Name("__ib_umem_get_va", "7.2 28fb701c642b"),
+        Name("ib_umem_get", "", "7.2 28fb701c642b"),
         module="ib_core",
         returns=Returns.POINTER,
         run=Kept.ALL,
     ),
     _inner(
         *("the dma-buf umem", f"{_IB}/core/umem_dmabuf.c", Family.DMABUF, CallDepth.UMEM),
-        Name("ib_umem_dmabuf_get_with_dma_device", "by 6.12"),
-        Name("ib_umem_dmabuf_get", "5.12"),
+        Name("ib_umem_dmabuf_get_with_dma_device", "6.12 682358fd35de"),
+        Name("ib_umem_dmabuf_get", "5.12 368c0159d492"),
         module="ib_uverbs",
         returns=Returns.POINTER,
         run=Kept.ALL,
     ),
     _inner("the dma-buf", _DMA_BUF, Family.DMABUF, CallDepth.GUP, "dma_buf_get", returns=Returns.POINTER),
     # Inline before 5.15.
-    _inner("mapping for the device", _DMA, Family.DMA_MAP, CallDepth.GUP, Name("dma_map_sgtable", "5.15")),
+    _inner(
+        "mapping for the device",
+        _DMA,
+        Family.DMA_MAP,
+        CallDepth.GUP,
+        Name("dma_map_sgtable", "5.15 fffe3cc8c219"),
+    ),
     _gup("pin_user_pages_fast", "fast", Family.TAKES_PINS, Watch.PIN, read=(Family.GUP,)),
     _gup("pin_user_pages", "", Family.TAKES_PINS, Watch.PIN, Watch.SHORT_TERM_PIN, read=(Family.GUP,)),
     _gup("pin_user_pages_remote", "remote", Family.TAKES_PINS, Watch.SHORT_TERM_PIN),
@@ -345,8 +336,8 @@ FUNCTIONS: tuple[KernelFunction, ...] = (
     ),
     _inner(
         *("moving pages out of unpinnable memory", _GUP, Family.UNPINNABLE, CallDepth.UNPINNABLE),
-        Name("migrate_longterm_unpinnable_folios", "by 6.12"),
-        Name("migrate_longterm_unpinnable_pages", "6.1 67e139b02d99", "by 6.12"),
+        Name("migrate_longterm_unpinnable_folios", "6.11 53ba78de064b"),
+        Name("migrate_longterm_unpinnable_pages", "6.1 67e139b02d99", "6.11 53ba78de064b"),
         # These two return a long; what they return reads the same as an int.
         Name("check_and_migrate_movable_pages", "5.13 d1e153fea2a8"),
         Name(PINS_IN_PLACE, "", "5.13 d1e153fea2a8"),
@@ -426,7 +417,6 @@ FUNCTIONS: tuple[KernelFunction, ...] = (
         Family.STEP,
         "mlx5_core",
     ),
-    _foreign("the access flags", "ib_check_mr_access", "include/rdma/ib_verbs.h", Family.ACCESS_CHECK),
     _foreign("migration by batches", "migrate_pages_batch migrate_pages_sync", _MIGRATE, Family.STEP),
     _foreign(
         "uverbs, whatever for",
@@ -460,6 +450,13 @@ def of_family(*families: Family) -> tuple[str, ...]:
 def watched(what: Watch) -> tuple[KernelFunction, ...]:
     """Return the functions that `watch` follows for this."""
     return tuple(row for row in FUNCTIONS if what in row.watch)
+
+
+def first_release_with(names: Container[str]) -> tuple[int, int]:
+    """Return the first kernel release that has all of these functions by these names."""
+    told = (item.since for row in FUNCTIONS for item in row.known_as if item.since and item.name in names)
+    numbers = (since.split()[0].split(".") for since in told)
+    return max(((int(major), int(minor)) for major, minor in numbers), default=(0, 0))
 
 
 BY_NAME: dict[str, KernelFunction] = {name: row for row in FUNCTIONS for name in row.names}

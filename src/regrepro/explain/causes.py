@@ -11,8 +11,9 @@ from __future__ import annotations
 from typing import Any
 
 from regrepro.explain.formats import HOST
-from regrepro.judge.layer_table import BY_NAME, LAYERS
-from regrepro.judge.layers import Decision
+from regrepro.judge.layer_table import BY_NAME, LAYERS, ROWS
+from regrepro.judge.layers import known_release
+from regrepro.judge.narrowing import Decision
 
 DECIDED = "decided"
 SUPPORTED = "supported"
@@ -86,6 +87,10 @@ def narrow(
         if name in status and status[name][0] in (POSSIBLE, SUPPORTED):
             status[name] = (SUPPORTED, f"the audit: {why}")
 
+    kernel = known_release(str(value("system", "kernel") or ""))
+    for row in ROWS:
+        if kernel and row.not_on(errno or "", kernel, kernel):
+            close(row.name, f"Linux {kernel[0]}.{kernel[1]} does not give {errno} for it")
     findings = {one.get("id"): one for one in audit.get("findings", []) if isinstance(one, dict)}
     conditions: dict[str, Any] = {}
     for exposure in audit.get("exposure", []):
@@ -100,23 +105,22 @@ def narrow(
         if "unpinnable memory" in what or "the kernel refuses" in what:
             close("page-migration", str(one.get("reason")))
             close("migration-target", str(one.get("reason")))
+            if errno == "ENOMEM" and "unpinnable memory" in what:  # a huge page, and there only
+                close("longterm-refused", str(one.get("reason")))
         elif "pins host memory" in what and "page-migration" in status:
             state, why = status["page-migration"]
             if state != IMPOSSIBLE:
-                status["page-migration"] = (
-                    state,
-                    f"{why}; the holder is not the NVIDIA driver's pin (the audit: {one.get('reason')})",
-                )
+                why += f"; the holder is not the NVIDIA driver's pin (the audit: {one.get('reason')})"
+                status["page-migration"] = (state, why)
     processes = value("limits", "processes")
-    if isinstance(processes, list) and processes:
-        free = [
-            one.get("ipc_lock") is True
-            or (isinstance(one.get("memlock"), dict) and one["memlock"].get("soft") is None)
-            for one in processes
-            if isinstance(one, dict)
-        ]
-        if free and all(free):
-            close("memlock-accounting", "no process with an RDMA device open has a locked-memory limit")
+    free = [
+        one.get("ipc_lock") is True
+        or (isinstance(one.get("memlock"), dict) and one["memlock"].get("soft") is None)
+        for one in (processes if isinstance(processes, list) else [])
+        if isinstance(one, dict)
+    ]
+    if free and all(free):
+        close("memlock-accounting", "no process with an RDMA device open has a locked-memory limit")
     loaded = value("nvidia", "peermem")
     if loaded == [] and errno == "EFAULT" and buffer != HOST:
         support("peer-memory", "nvidia-peermem is not loaded, so a GPU address cannot be registered this way")

@@ -16,7 +16,7 @@ from regrepro.explain import causes, formats, traces
 from regrepro.explain.formats import GPU, Failure, Remark
 from regrepro.explain.scan import Found, Needles, read
 from regrepro.explain.text import Where, decode, errno_of, peel, where
-from regrepro.judge.layers import Decision
+from regrepro.judge.narrowing import Decision
 
 _Name = TypeVar("_Name", int, str)
 
@@ -82,9 +82,6 @@ class Explainer:
         self._gpu_buffer = False
         self._dmabuf = False
         self._consumed = 0
-
-    # --- reading
-    # ---------------------------------------------------------------------------------------------------
 
     def read_file(self, name: str, file: BinaryIO) -> None:
         """Read one text to its end."""
@@ -173,9 +170,6 @@ class Explainer:
             return True
         return False
 
-    # --- joining
-    # ---------------------------------------------------------------------------------------------------
-
     def _failure(self, failure: Failure, place: Where, number: int, *, echo: bool) -> None:
         self._flush(number)
         if failure.tool == "perftest" and self._gpu_buffer:
@@ -183,18 +177,16 @@ class Explainer:
             if self._dmabuf:
                 failure.call = "ibv_reg_dmabuf_mr"
         if echo:
-            for group in self._groups.values():
-                if group.call == failure.call and group.errno == failure.errno:
-                    return  # PyTorch prints the last error of NCCL again
-            waiting = [one.failure for one in self._pending]
-            if any(one.call == failure.call and one.errno == failure.errno for one in waiting):
-                return
+            told: list[Group | Failure] = [*self._groups.values(), *(one.failure for one in self._pending)]
+            if any((one.call, one.errno) == (failure.call, failure.errno) for one in told):
+                return  # PyTorch prints the last error of NCCL again
             failure.tool = "PyTorch"
         for one in reversed(self._pending):
             if self._same(one, failure, place, number):
                 _merge(one.failure, failure)
                 return
-        if failure.consequence and self._known_address(failure):
+        known = {(one.failure.tool, one.failure.address) for one in self._pending}
+        if failure.consequence and failure.address and (failure.tool, failure.address) in known:
             return
         self._pending.append(Pending(failure, place, number))
         if len(self._pending) > MAX_PENDING:
@@ -218,10 +210,6 @@ class Explainer:
             return earlier.tool == "libfabric" and failure.errno in (earlier.errno, None)
         return False
 
-    def _known_address(self, failure: Failure) -> bool:
-        told = {(one.failure.tool, one.failure.address) for one in self._pending}
-        return failure.address is not None and (failure.tool, failure.address) in told
-
     def _flush(self, number: int | None) -> None:
         """Count the pending failures that no later line can speak of any more."""
         while self._pending and (number is None or number - self._pending[0].number > NEAR):
@@ -240,9 +228,6 @@ class Explainer:
         failure = traces.failure_of(session, in_sight)
         if failure is not None:
             self._add(failure, Where(), session.number)
-
-    # --- counting
-    # --------------------------------------------------------------------------------------------------
 
     def _add(self, failure: Failure, place: Where, number: int, file: str | None = None) -> None:
         decision = failure.decide()
@@ -280,20 +265,10 @@ class Explainer:
             group.samples.append({**spot, "text": failure.text.strip()[:SAMPLE_WIDTH]})
 
     def _remark(self, remark: Remark, number: int) -> None:
-        entry = self._remarks.setdefault(
-            f"{remark.kind} {remark.supports} {remark.why}",
-            {
-                "kind": remark.kind,
-                "count": 0,
-                "supports": remark.supports,
-                "why": remark.why,
-                "sample": {"file": self._file, "line": number, "text": remark.text.strip()[:SAMPLE_WIDTH]},
-            },
-        )
-        entry["count"] += 1
-
-    # --- answering
-    # -------------------------------------------------------------------------------------------------
+        told = {"kind": remark.kind, "count": 0, "supports": remark.supports, "why": remark.why}
+        sample = {"file": self._file, "line": number, "text": remark.text.strip()[:SAMPLE_WIDTH]}
+        key = f"{remark.kind} {remark.supports} {remark.why}"
+        self._remarks.setdefault(key, told | {"sample": sample})["count"] += 1
 
     def result(self) -> dict[str, Any]:
         """Return everything as plain JSON values in the shape of schema/explain-1.json."""
@@ -313,17 +288,15 @@ class Explainer:
         supports: dict[str, str] = {}
         for remark in self._remarks.values():
             if remark["supports"]:
-                supports.setdefault(
-                    remark["supports"], f"{remark['why']} (said {remark['count']} times in the same text)"
-                )
+                why = f"{remark['why']} (said {remark['count']} times in the same text)"
+                supports.setdefault(remark["supports"], why)
         for other in self._groups.values():
             layer = other.decision.layer
             if other is not group and layer is not None:
                 supports[layer.name] = f"in the same text {other.call} failed there: {layer.why}"
         if "memlock-finite" in group.hints:
-            supports["memlock-accounting"] = (
-                "UCX says that the limit is finite, and the call failed with ENOMEM"
-            )
+            why = "UCX says that the limit is finite, and the call failed with ENOMEM"
+            supports["memlock-accounting"] = why
         return supports
 
     def _group(self, group: Group) -> dict[str, Any]:

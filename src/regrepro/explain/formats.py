@@ -14,7 +14,8 @@ from functools import lru_cache
 
 from regrepro.explain.text import errno_of
 from regrepro.judge.layer_table import LAYERS, MemoryKind
-from regrepro.judge.layers import Call, Decision, Layer, decide
+from regrepro.judge.layers import Call, decide
+from regrepro.judge.narrowing import Decision, Layer
 from regrepro.judge.tracefacts import Trace
 
 HOST = "host"
@@ -60,7 +61,7 @@ class Failure:
     def decide(self) -> Decision:
         """Ask the judge which layer it is, or which are left."""
         if self.layer is not None:
-            return Decision(Layer(self.layer, self.layer_why), (self.layer,), self.layer_why)
+            return Decision.of(Layer(self.layer, self.layer_why))
         if self.left:
             gone = [name for name in LAYERS if name not in self.left]
             return Decision(None, self.left, excluded=dict.fromkeys(gone, "the text shows another place"))
@@ -146,15 +147,13 @@ def _nccl(failure: Failure, match: re.Match[str], line: str) -> Parsed:
 
 
 def _ucx(failure: Failure, match: re.Match[str], line: str) -> Parsed:
-    address = re.search(r"address=(0x[0-9a-f]{1,16})", match["arguments"])
-    length = re.search(r"length=(\d{1,20})", match["arguments"])
-    device = re.search(
-        r"\b((?:mlx5|mlx4|irdma|bnxt_re|efa|rxe|hns|roce|rocep|ibp|rdmap)\w{1,20})\b[^(]{0,4}$",
-        line[: match.start()],
-    )
-    failure.address = address[1] if address else None
-    failure.length = int(length[1]) if length else None
-    failure.device = device[1] if device else None
+    if address := re.search(r"address=(0x[0-9a-f]{1,16})", match["arguments"]):
+        failure.address = address[1]
+    if length := re.search(r"length=(\d{1,20})", match["arguments"]):
+        failure.length = int(length[1])
+    devices = r"\b((?:mlx5|mlx4|irdma|bnxt_re|efa|rxe|hns|roce|rocep|ibp|rdmap)\w{1,20})\b[^(]{0,4}$"
+    if device := re.search(devices, line[: match.start()]):
+        failure.device = device[1]
     limit = re.search(
         r"max locked memory[^(]{0,80}\(?(?:ulimit -l\)[^(]{0,40}\()?\s?current: (\d{1,20}) kbytes", line
     )

@@ -56,14 +56,8 @@ def layout(result: dict[str, Any], width: int) -> list[Line]:
         for one in result["remarks"]:
             text = f"{one['count']} x {one['kind']}: {one['why']}"
             lines += wrap(clean(text), width, "      ", first="  - ")
-            sample = one["sample"]
-            lines += wrap(
-                clean(f"{sample['file']}:{sample['line']}: {sample['text']}"),
-                width,
-                "        ",
-                first="      ",
-                style="dim",
-            )
+            sample = clean("{file}:{line}: {text}".format(**one["sample"]))
+            lines += wrap(sample, width, "        ", first="      ", style="dim")
     if result["more_groups"]:
         lines.append([(f"{result['more_groups']} further failures of other kinds are not shown", "")])
     while lines and not lines[-1]:
@@ -77,21 +71,15 @@ def _group(number: int, group: dict[str, Any], width: int) -> list[Line]:
     times = "once" if group["count"] == 1 else f"{group['count']} times"
     lines: list[Line] = [[(f"{number}. {clean(group['call'])} failed with {errno}, {times}", "bold")]]
     details = [f"told by {', '.join(group['tools'])}", f"buffer: {buffer}"]
-    if group["ranks"]:
-        details.append(f"ranks {ranges(group['ranks'])}")
-    if group["hosts"]:
-        details.append(f"hosts {clean(_some(group['hosts']))}")
-    if group["devices"]:
-        details.append(f"devices {clean(_some(group['devices']))}")
-    if group["lengths"]:
-        details.append(f"lengths {_some([str(one) for one in group['lengths']], 4)} bytes")
+    details += [f"ranks {ranges(group['ranks'])}"] if group["ranks"] else []
+    details += [f"{name} {clean(_some(group[name]))}" for name in ("hosts", "devices") if group[name]]
+    lengths = _some([str(one) for one in group["lengths"]], 4)
+    details += [f"lengths {lengths} bytes"] if lengths else []
     lines += wrap("; ".join(details), width, "   ")
     first = group["first"]
     if first:
-        sample = group["samples"][0]["text"] if group["samples"] else ""
-        lines += wrap(
-            clean(f"{first['file']}:{first['line']}: {sample}"), width, "     ", first="   ", style="dim"
-        )
+        sample = clean(f"{first['file']}:{first['line']}: {group['samples'][0]['text']}")
+        lines += wrap(sample, width, "     ", first="   ", style="dim")
     for note in group["notes"]:
         lines += wrap(clean(f"note: {note}"), width, "     ", first="   ")
     closed = []

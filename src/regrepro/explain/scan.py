@@ -47,11 +47,6 @@ class Needles:
                 self._spans = ffi.new("uint64_t[]", 2 * SPANS)
                 self._next = ffi.new("size_t *")
 
-    @property
-    def fast(self) -> bool:
-        """Tell whether the C core does the search."""
-        return self._scan is not None
-
     def lines(self, data: bytes) -> Iterator[tuple[int, int]]:
         """Yield (start, end) of each line of `data` that holds a needle, in order."""
         if self._scan is None:

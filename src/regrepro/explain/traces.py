@@ -103,54 +103,38 @@ def parse_line(text: str) -> Return | None:
         return Return("mm_migrate_pages", failed or 0, task, fields=fields)
     match = _PROBE.search(text)
     if match:
-        name = _base(match["fn"])
         value = _RET_ARGUMENT.search(match["arguments"])
-        if not _matters(name) or value is None:
-            return None
-        number = signed(value["ret"] or value["any"])
-        if number is None:
-            return None
-        return Return(name, number, task, caller=match["caller"])
+        number = signed(value["ret"] or value["any"]) if value else None
+        return _returned(match["fn"], number, task, caller=match["caller"])
     match = _GRAPH_RETURN.search(text)
     if match:
-        name = _base(match["fn"] or match["leaf"])
-        number = _hex_or_int(match["ret"] or match["leafret"])
-        if _matters(name) and number is not None:
-            return Return(name, number, task, tool="function_graph")
-        return None
+        # function_graph prints hexadecimal without 0x where funcgraph-retval-hex is set.
+        word = match["ret"] or match["leafret"]
+        bare = re.fullmatch(r"[0-9a-f]{8,16}", word) and re.search(r"[a-f]", word)
+        number = signed(f"0x{word}" if bare else word)
+        return _returned(match["fn"] or match["leaf"], number, task, tool="function_graph")
     match = _RETSNOOP.search(text)
     if match:
-        name = _base(match["fn"] or match["cfn"])
         word = match["ret"] or match["cret"]
-        if not _matters(name):
-            return None
-        number = _ERRNO_NAME.get(
-            word,
-            signed(word) if re.match(r"-?\d|0x", word) else 0 if word in ("NULL", "null", "false") else 1,
-        )
-        return None if number is None else Return(name, number, "retsnoop", tool="retsnoop")
+        other = signed(word) if re.match(r"-?\d|0x", word) else int(word not in ("NULL", "null", "false"))
+        number = _ERRNO_NAME.get(word, other)
+        return _returned(match["fn"] or match["cfn"], number, "retsnoop", tool="retsnoop")
     for match in _GENERIC.finditer(text):
-        name = _base(match["fn"])
-        number = signed(match["ret"])
-        if _matters(name) and number is not None:
-            return Return(name, number, task or _bpf_task(text), tool="bpftrace")
+        pid = re.search(r"\b(?:pid|tid)[ =:]{1,2}(\d{1,10})\b", text[:200])
+        task = task or (f"pid-{pid[1]}" if pid else "")
+        found = _returned(match["fn"], signed(match["ret"]), task, tool="bpftrace")
+        if found is not None:
+            return found
     return None
 
 
-def _hex_or_int(word: str) -> int | None:
-    """function_graph prints hexadecimal without 0x where funcgraph-retval-hex is set."""
-    if re.fullmatch(r"[0-9a-f]{8,16}", word) and re.search(r"[a-f]", word):
-        return signed("0x" + word)
-    return signed(word)
-
-
-def _base(name: str) -> str:
-    """Take off what a compiler adds: foo.isra.0, foo.constprop.0, foo.part.0."""
-    return name.split(".", 1)[0]
-
-
-def _matters(name: str) -> bool:
-    return name in KNOWN or DRIVER.match(name) is not None
+def _returned(
+    name: str, value: int | None, task: str, *, caller: str = "", tool: str = "ftrace"
+) -> Return | None:
+    """Return it where the function matters, without what a compiler adds: foo.isra.0, foo.constprop.0."""
+    name = name.split(".", 1)[0]
+    matters = name in KNOWN or DRIVER.match(name) is not None
+    return Return(name, value, task, caller, tool=tool) if matters and value is not None else None
 
 
 def _task(text: str) -> str:
@@ -158,14 +142,7 @@ def _task(text: str) -> str:
     if match:
         return f"{match['task']}-{match['pid']}"
     match = _GRAPH_TASK.search(text)
-    if match:
-        return match["task"] or f"cpu{match['cpu']}"
-    return ""
-
-
-def _bpf_task(text: str) -> str:
-    match = re.search(r"\b(?:pid|tid)[ =:]{1,2}(\d{1,10})\b", text[:200])
-    return f"pid-{match[1]}" if match else ""
+    return (match["task"] or f"cpu{match['cpu']}") if match else ""
 
 
 @dataclass
@@ -189,16 +166,14 @@ class Session:
         events: list[dict[str, Any]] = []
         for one in self.returns:
             if one.fields:
-                fields = {
-                    name: signed(value) if value.isdigit() else value for name, value in one.fields.items()
-                }
-                events.append({"tracepoint": one.function, "fields": fields})
+                told = {name: signed(word) if word.isdigit() else word for name, word in one.fields.items()}
+                events.append({"tracepoint": one.function, "fields": told})
             else:
                 # A pointer may be cut off anywhere.
                 value = one.value if one.value > -4096 else 1
                 events.append({"fn": one.function, "ret": value, "caller": one.caller or _NO_CALLER})
-        told = {"status": "spoiled", "why": "it is a log's", "events": events, "probed": [*in_sight]}
-        return read_trace(told, "the text", [])
+        trace = {"status": "spoiled", "why": "it is a log's", "events": events, "probed": [*in_sight]}
+        return read_trace(trace, "the text", [])
 
 
 MAX_RETURNS = 400

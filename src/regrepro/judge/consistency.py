@@ -25,7 +25,7 @@ from regrepro.record.events import TransferEvent
 
 NAME = "consistency"
 _MAX_ERRNO = 4095
-_UNTOLD = ("EUNKNOWN",)  # `watch`: nobody said the errno
+_UNTOLD = "EUNKNOWN"  # `watch`: nobody said the errno
 
 
 RERUN = "run it again"
@@ -80,8 +80,8 @@ def _memory_map(facts: Facts, run: Pass) -> Iterator[Flaw]:
         return
     if known.cma_blocks or known.ranges:
         yield Flaw("the memory map holds unpinnable memory and says that there is none", None)
-    for seq, _, state in _states(run):
-        if known.complete and state.placed("cma"):
+    for _, seq, buffer, state in run.states():
+        if buffer is not None and known.complete and state.placed("cma"):
             text = f"page {state.placed('cma')} lies in CMA, and the memory map knows no unpinnable memory"
             yield Flaw(text, frozenset({seq}))
 
@@ -143,44 +143,30 @@ def _transfer(run: Pass, mr: Registration | None, event: TransferEvent) -> Itera
 
 def _changes(facts: Facts, run: Pass) -> Iterator[Flaw]:
     """The scenario itself changes nothing; a control changes what the scenario declares for it."""
-    if run.control is None:
-        if run.change:
-            yield Flaw(f"the scenario itself is said to have changed {run.change}, as a control does", None)
-        return
-    change = run.declared.controls.get(run.control) if run.declared is not None else None
-    if run.change and change is not None and change != run.change:
+    change = run.declared.controls.get(run.control or "") if run.declared is not None else None
+    if run.control is None and run.change:
+        yield Flaw(f"the scenario itself is said to have changed {run.change}, as a control does", None)
+    elif run.change and change is not None and change != run.change:
         yield Flaw(f"control {run.control} changes {change}, and is said to have changed {run.change}", None)
 
 
-def _states(run: Pass) -> Iterator[tuple[int, Buffer, PageState]]:
-    """Every page state of the pass, with the event that holds it."""
-    for buffer in run.buffers.values():
-        if buffer.state is not None:
-            yield buffer.seq, buffer, buffer.state
-    for event in run.calls:
-        owner = run.buffers.get(event.buffer)
-        for state in (event.before, event.after):
-            if owner is not None and state is not None:
-                yield event.seq, owner, state
-    for pin in run.pins.values():
-        if pin.release is not None and pin.release.after is not None:
-            yield pin.release.seq, run.buffers[pin.buffer], pin.release.after
+def _states_once(run: Pass) -> Iterator[tuple[int, Buffer, PageState]]:
+    """Every page state of the pass, with the first event that holds it."""
+    seen: set[int] = set()
+    for _, seq, buffer, state in run.states():
+        if buffer is not None and id(state) not in seen:
+            seen.add(id(state))
+            yield seq, buffer, state
 
 
 def _page_states(facts: Facts, run: Pass) -> Iterator[Flaw]:
     """A state has as many pages as its buffer; a page has a place where it has a frame, and no other does."""
-    seen: set[int] = set()
-    for seq, buffer, state in _states(run):
-        if id(state) in seen:
-            continue
-        seen.add(id(state))
+    for seq, buffer, state in _states_once(run):
         pages = buffer.pages(buffer.address, buffer.length).total
         if not run.watched and state.pages != pages:
             yield Flaw(f"buffer {buffer.id} has {pages} pages, and its state {state.pages}", frozenset({seq}))
-        lost = (state.placed(*UNPINNABLE, "ordinary") - state.present) | (
-            state.placed("absent") & state.present
-        )
-        if lost:
+        framed, absent = state.placed(*UNPINNABLE, "ordinary"), state.placed("absent")
+        if lost := (framed - state.present) | (absent & state.present):
             yield Flaw(f"page {lost} has a place without a frame, or the reverse", frozenset({seq}))
 
 
@@ -192,11 +178,7 @@ def _frames(facts: Facts, run: Pass) -> Iterator[Flaw]:
     known, check = run.memory_map, run.map_check
     settled = check is not None and check.changed is False and check.block_events == 0
     kinds = [name for name in ("cma", "movable-zone") if name == "cma" or settled]
-    seen: set[int] = set()
-    for seq, _, state in _states(run):
-        if id(state) in seen:
-            continue
-        seen.add(id(state))
+    for seq, _, state in _states_once(run):
         who = frozenset({seq})
         once = [(a, b, None) for a, b in state.where("mapcount", lambda count: count == 1).pairs]
         single = [(a + step, b + step) for a, b, step, _ in together(state.pfn, once)]
@@ -254,23 +236,19 @@ def _outcomes(facts: Facts, run: Pass) -> Iterator[Flaw]:
                 yield Flaw("the registration is called a success, and gave no key", who)
             if not registration.succeeded and any(key is not None for key in keys):
                 yield Flaw(f"the registration is said to have failed with {errno}, and gave a key", who)
-        if not registration.trace.complete or errno in _UNTOLD:
+        if not registration.trace.complete or errno == _UNTOLD:
             continue
         name, returned = _outermost(registration)
         if returned is None:
             pass
         elif registration.succeeded and returned < 0:
             yield Flaw(f"the registration is called a success, and {name} returned {returned}", who)
-        elif errno is not None and _no_errno(returned) and errno != "EFAULT":
+        elif errno is not None and errno != "EFAULT" and not -_MAX_ERRNO <= returned < 0:
             # EFAULT: the answer could not be copied to the process.
             yield Flaw(f"the registration failed with {errno}, and {name} succeeded", who)
         elif errno is not None and returned < 0 and _differs(errno, returned, registration):
             yield Flaw(f"the registration failed with {errno}, and {name} returned {returned}", who)
         yield from _within(run, registration)
-
-
-def _no_errno(returned: int) -> bool:
-    return returned >= 0 or returned < -_MAX_ERRNO
 
 
 def _differs(errno: str, returned: int, registration: Registration) -> bool:
@@ -302,11 +280,9 @@ def _within(run: Pass, registration: Registration) -> Iterator[Flaw]:
     if _on_gpu(run, registration):
         return
     gup, umem, driver = trace.of(Family.GUP), trace.of(Family.UMEM), trace.driver()
-    if registration.succeeded:
-        for name, values in (("pin_user_pages_fast", gup), ("ib_umem_get", umem)):
-            if values and values[-1] < 0:
-                text = f"the registration is called a success, and {name} returned {values[-1]}"
-                yield Flaw(text, who)
+    for name, values in (("pin_user_pages_fast", gup), ("ib_umem_get", umem)):
+        if registration.succeeded and values and values[-1] < 0:
+            yield Flaw(f"the registration is called a success, and {name} returned {values[-1]}", who)
     if gup and umem and gup[-1] < 0 and umem[-1] != gup[-1]:
         yield Flaw(f"pin_user_pages_fast returned {gup[-1]}, and ib_umem_get {umem[-1]}", who)
     if umem and driver and umem[-1] < 0 and driver[-1] >= 0:
@@ -344,10 +320,9 @@ def _traces(facts: Facts, run: Pass) -> Iterator[Flaw]:
         seen = sorted({name for name, _ in trace.returns if trace.hidden(name)})
         if seen:
             yield Flaw(f"{seen[0]} is called hidden, though it was seen", who)
-        if trace.probed is not None and not run.watched:
-            unprobed = sorted({name for name, _ in trace.returns} - trace.in_sight)
-            if unprobed:
-                yield Flaw(f"{unprobed[0]} was seen, though it was not probed", who)
+        unprobed = sorted({name for name, _ in trace.returns} - trace.in_sight)
+        if unprobed and trace.probed is not None and not run.watched:
+            yield Flaw(f"{unprobed[0]} was seen, though it was not probed", who)
         for node in trace.tree:
             value = node.get("ret")
             if value is not None and (node.get("fn"), value) not in trace.returns:
@@ -391,10 +366,7 @@ def _on_gpu(run: Pass, registration: Registration) -> bool:
 
 def _pages(facts: Facts, registration: Registration) -> int | None:
     """How many pages the call asks for."""
-    size, address, length = facts.page_size, registration.address, registration.length
-    if not size or address is None or not length:
-        return None
-    return -(-(address + length) // size) - address // size
+    return registration.pages_of(facts.page_size) if facts.page_size and registration.length else None
 
 
 # Movement
@@ -413,11 +385,9 @@ def _movement(facts: Facts, run: Pass) -> Iterator[Flaw]:
     """
     for call in run.calls:
         before, after, spans = call.before, call.after, call.spans
-        if run.watched or before is None or after is None or not call.trace.complete:
+        if run.watched or before is None or after is None or not call.trace.complete or not spans:
             continue
-        if before.how != "observed" or after.how != "observed":
-            continue
-        if not spans or not _small(before, spans) or not _small(after, spans):
+        if any(state.how != "observed" or not _small(state, spans) for state in (before, after)):
             continue
         texts = [*_counts(call.trace), *_moved(call, before, after)]
         if isinstance(call, Registration):
@@ -563,9 +533,8 @@ def _by_pins(facts: Facts, run: Pass) -> Iterator[Flaw]:
         if pin.errno is not None:
             more = more & before.unmoved(after) if before is not None else Spans()
             if more:
-                yield Flaw(
-                    f"pin {pin.id} failed with {pin.errno}, and page {more} bears a pin more", _of(pin)
-                )
+                text = f"pin {pin.id} failed with {pin.errno}, and page {more} bears a pin more"
+                yield Flaw(text, _of(pin))
         elif pin.kind == "get" and pin.owner not in UNASKED:
             excess = after.excess(cache_references(buffer.backing))
             bare = where(excess, lambda count: count < 1) & small
@@ -659,9 +628,7 @@ def _owners(facts: Facts, run: Pass) -> Iterator[Flaw]:
     """
     for pin in run.pins.values():
         kind, who = _KIND_OF_OWNER.get(pin.owner), _of(pin)
-        if kind is None or pin.kind == "none":
-            continue
-        if pin.errno is not None or not pin.trace.complete:
+        if kind is None or pin.kind == "none" or pin.errno is not None or not pin.trace.complete:
             continue
         if pin.kind != kind:
             yield Flaw(f"pin {pin.id} is called {pin.kind}, and {pin.owner} takes none of that kind", who)

@@ -10,7 +10,7 @@ from regrepro.judge.contracts import Contract
 from regrepro.judge.facts import Facts, Pass, Pin, Registration
 from regrepro.judge.frames import pins_on
 from regrepro.judge.outcome import broken
-from regrepro.judge.rules import Case, Check
+from regrepro.judge.rules import Case, Check, missing
 
 
 def under_test(run: Pass) -> Registration | None:
@@ -84,29 +84,21 @@ def _call(run: Pass, registration: Registration) -> tuple[object, ...]:
 def unheld(controls: list[dict[str, Any]]) -> list[Check]:
     """What the controls lack for a proof."""
     if not controls:
-        return [Check("control", rules.MISSING, "no control was run", "declare one in the scenario file")]
-    return [
-        Check(
-            "control",
-            rules.MISSING,
-            f"control {item['name']}: {item['reason']}",
-            "run it again with its controls",
-        )
-        for item in controls
-        if not item["held"]
-    ]
+        return [missing("control", "no control was run", "declare one in the scenario file")]
+    how = "run it again with its controls"
+    lacking = (item for item in controls if not item["held"])
+    return [missing("control", f"control {item['name']}: {item['reason']}", how) for item in lacking]
 
 
 def moved_by_pin(case: Case) -> tuple[Pin, Contract] | None:
     """The held pin that moved unpinnable pages when it was taken, and what that says."""
     for pin in case.held:
-        if pin.before is None and pin.after is not None:
-            contract = case.contract(pin)
-            if contract.kind == "longterm":
-                return pin, contract
-        if pin.before is None or pin.after is None:
+        if pin.after is None:
             continue
-        if pin.before.unpinnable & pin.spans & case.registration.spans & pin.before.moved(pin.after):
+        if pin.before is None:  # the call made the memory, too: its trace alone tells
+            if case.contract(pin).kind == "longterm":
+                return pin, case.contract(pin)
+        elif pin.before.unpinnable & pin.spans & case.registration.spans & pin.before.moved(pin.after):
             return pin, case.contract(pin)
     return None
 
@@ -139,14 +131,8 @@ def judge_controls(
 def _control(
     facts: Facts, name: str, changed: str, expected: str, *, run: Pass | None, main: Case | None
 ) -> dict[str, Any]:
-    result: dict[str, Any] = {
-        "name": name,
-        "changed": changed,
-        "expected": expected,
-        "got": "nothing",
-        "held": False,
-    }
-    result["valid"] = False
+    result: dict[str, Any] = {"name": name, "changed": changed, "expected": expected}
+    result |= {"got": "nothing", "held": False, "valid": False}
 
     def told(reason: str) -> dict[str, Any]:
         return {**result, "reason": reason}
@@ -180,15 +166,14 @@ def _control(
         return told(f"it proves nothing: {flaw}")
     if expected == "failure" and case is not None:
         # The scenario itself is the release of this proof: the same without the pin succeeded.
-        bad = next((check for check in rules.prove(case) if not _holds_in_control(check)), None)
+        failing = (check for check in rules.prove(case) if not check.ok)
+        bad = next(
+            (check for check in failing if (check.name, check.state) != ("release", rules.MISSING)), None
+        )
         if bad is not None:
             return told(f"it failed, but not provably by this bug: {bad.text}")
     result["held"] = True
     return told(f"{expected}, as it must be")
-
-
-def _holds_in_control(check: Check) -> bool:
-    return check.ok or (check.name == "release" and check.state == rules.MISSING)
 
 
 def _control_flaw(case: Case, changed: str, main: Case | None) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 from regrepro.judge import rules
 from regrepro.judge.contracts import measured_contract
 from regrepro.judge.facts import Facts, Pass, Registration
-from regrepro.judge.layers import Layer
+from regrepro.judge.narrowing import Layer
 from regrepro.judge.pagestate import PageState
 from regrepro.judge.rules import Case
 from regrepro.judge.spans import Spans
@@ -26,10 +26,8 @@ def gather(facts: Facts, run: Pass, registration: Registration | None, layer: La
     if memory_map is None:
         found["memory_map"] = _item(None, MISSING, "the record holds no memory map")
     else:
-        value: dict[str, Any] = {
-            "complete": memory_map.complete,
-            "has_unpinnable": memory_map.has_unpinnable,
-        }
+        value: dict[str, Any] = {"complete": memory_map.complete}
+        value["has_unpinnable"] = memory_map.has_unpinnable
         if memory_map.problems:
             value["problems"] = memory_map.problems
         if run.map_check is not None:
@@ -65,15 +63,9 @@ def gather(facts: Facts, run: Pass, registration: Registration | None, layer: La
 
 def _stand_ins(facts: Facts, run: Pass) -> list[str]:
     given = facts.header.get("stand_ins")
-    names = (
-        [str(item["name"]) for item in given if isinstance(item, dict) and item.get("name")]
-        if isinstance(given, list)
-        else []
-    )
-    names += [buffer.stand_in for buffer in run.buffers.values() if buffer.stand_in]
-    names += [pin.stand_in for pin in run.pins.values() if pin.stand_in]
-    names += [registration.stand_in for registration in run.registrations if registration.stand_in]
-    names += [note.stand_in for note in run.notes if note.stand_in]
+    items = given if isinstance(given, list) else []
+    names = [str(item["name"]) for item in items if isinstance(item, dict) and item.get("name")]
+    names += [item.stand_in for item in (*run.buffers.values(), *run.calls, *run.notes) if item.stand_in]
     return list(dict.fromkeys(names))
 
 
@@ -112,17 +104,14 @@ def _pages(case: Case) -> dict[str, Any]:
         stayed = case.unpinnable & before.unmoved(after)
         found["pages_unmoved"] = _item((stayed & (case.reached or stayed)).total, how, source)
         if case.reached is not None and case.reached != registration.spans:
-            found["pages_tried"] = _item(
-                case.reached.total, INFERRED, "batches of __ib_umem_get_va, drivers/infiniband/core/umem.c"
-            )
-    found["references"] = _references(case, before, after)
+            batches = "batches of __ib_umem_get_va, drivers/infiniband/core/umem.c"
+            found["pages_tried"] = _item(case.reached.total, INFERRED, batches)
+    found["references"] = _references(case, pinned, before, after)
     return found
 
 
-def _references(case: Case, before: PageState, after: PageState | None) -> dict[str, Any]:
-    spans = case.stuck or (
-        Spans.of(pair for pin in case.held for pair in pin.spans.pairs) & case.registration.spans
-    )
+def _references(case: Case, pinned: Spans, before: PageState, after: PageState | None) -> dict[str, Any]:
+    spans = case.stuck or pinned
     value: dict[str, Any] = {}
     for when, state in (("before", before), ("after", after)):
         for count in ("refcount", "mapcount", "pincount"):
@@ -137,18 +126,9 @@ def _references(case: Case, before: PageState, after: PageState | None) -> dict[
 def _pins(case: Case) -> dict[str, Any]:
     value = []
     for pin in case.held:
-        alive = case.registration.alive.get(pin.id, (None, None))
-        value.append(
-            {
-                "pin": pin.id,
-                "kind": pin.kind,
-                "owner": case.owner(pin),
-                "api": pin.api,
-                "pages": pin.spans.total,
-                "alive_before": alive[0],
-                "alive_after": alive[1],
-            }
-        )
+        before, after = case.registration.alive.get(pin.id, (None, None))
+        told = {"pin": pin.id, "kind": pin.kind, "owner": case.owner(pin), "api": pin.api}
+        value.append(told | {"pages": pin.spans.total, "alive_before": before, "alive_after": after})
     stand_in = any(pin.stand_in or pin.owner.startswith("standin:") for pin in case.held)
     return _item(value, STAND_IN if stand_in else OBSERVED, "each pin's own sign of life")
 
@@ -161,9 +141,7 @@ def _trace(registration: Registration) -> dict[str, Any]:
     if trace.why:
         value["why"] = trace.why
     if trace.migrations:
-        last = trace.migrations[-1]
-        value["migrate_pages"] = last.returned
-        value["reason"] = last.reason
+        value |= {"migrate_pages": trace.migrations[-1].returned, "reason": trace.migrations[-1].reason}
     if trace.missing:
         value["missing"] = [{"fn": name, "why": why} for name, why in sorted(trace.missing.items())]
     return _item(value, OBSERVED if trace.complete else MISSING, "the kernel's own trace of the call")

@@ -5,7 +5,7 @@ What is malformed becomes a problem of its pass and counts as unknown; reading n
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
@@ -75,18 +75,18 @@ class Registration:
     seq: int
     buffer: int
     verb: str
-    device: str | None
-    address: int | None
-    length: int | None
-    iova: int | None
-    access: tuple[str, ...] | None
-    errno: str | None
-    before: PageState | None
-    after: PageState | None
-    alive: dict[int, tuple[bool | None, bool | None]]
-    trace: Trace
-    stand_in: str | None
-    spans: Spans
+    device: str | None = None
+    address: int | None = None
+    length: int | None = None
+    iova: int | None = None
+    access: tuple[str, ...] | None = None
+    errno: str | None = None
+    before: PageState | None = None
+    after: PageState | None = None
+    alive: dict[int, tuple[bool | None, bool | None]] = field(default_factory=dict)
+    trace: Trace = field(default_factory=Trace)
+    stand_in: str | None = None
+    spans: Spans = field(default_factory=Spans)
     limits: Mapping[str, Any] = field(default_factory=dict)
     pages_unknown: str = ""
     deregistered: int | None = None
@@ -111,6 +111,12 @@ class Registration:
     def shape(self) -> tuple[object, ...]:
         """What must be equal for two registrations to be the same call."""
         return (self.buffer, self.verb, self.device, self.address, self.length, self.iova, self.access)
+
+    def pages_of(self, size: int) -> int | None:
+        """How many pages of this size in bytes it asks for (`ib_umem_num_pages`, include/rdma/ib_umem.h)."""
+        if self.address is None or self.length is None:
+            return None
+        return -(-(self.address + self.length) // size) - self.address // size
 
     @property
     def through_umem(self) -> bool:
@@ -137,7 +143,7 @@ class Look:
 
 @dataclass
 class Buffer:
-    """A buffer. `place` is what was asked, `placed` how it was got."""
+    """A buffer. `place` is what was asked."""
 
     id: int
     seq: int
@@ -147,7 +153,6 @@ class Buffer:
     backing: str
     owner: str
     place: object
-    placed: str
     vma: str
     state: PageState | None
     stand_in: str | None
@@ -210,7 +215,7 @@ class Pass:
     steps: list[Mapping[str, Any]] = field(default_factory=list)
     notes: list[events.NoteEvent] = field(default_factory=list)
     memory_map: MemoryMap | None = None  # the last one before it began
-    map_check: MapCheck | None = None
+    map_check: events.MemoryMapCheckEvent | None = None  # the look at the node's memory when it had ended
     looks: list[Look] = field(default_factory=list)
     unmet: events.UnmetEvent | None = None
     exception: events.ExceptionEvent | None = None
@@ -225,6 +230,20 @@ class Pass:
     def calls(self) -> list[Pin | Registration]:
         """The calls into the kernel that have a trace, and page states around them."""
         return [*self.pins.values(), *self.registrations]
+
+    def states(self) -> Iterator[tuple[str, int, Buffer | None, PageState]]:
+        """Every page state: what it is of, the event that holds it, the buffer, and itself."""
+        told: list[tuple[str, int, int, PageState | None]] = [
+            (f"buffer {buffer.id}", buffer.seq, buffer.id, buffer.state) for buffer in self.buffers.values()
+        ]
+        for call in self.calls:
+            what = f"{'pin' if isinstance(call, Pin) else 'registration'} {call.id}"
+            told += [(what, call.seq, call.buffer, state) for state in (call.before, call.after)]
+            if isinstance(call, Pin) and call.release is not None:
+                told.append((f"the release of {what}", call.release.seq, call.buffer, call.release.after))
+        for what, seq, number, state in told:
+            if state is not None:
+                yield what, seq, self.buffers.get(number), state
 
     @property
     def finished(self) -> bool:
@@ -254,31 +273,6 @@ class MemoryMap:
     def none(self) -> bool:
         """Whether it proves that the node had no unpinnable memory when it was read."""
         return self.complete and self.has_unpinnable is False
-
-
-@dataclass
-class MapCheck:
-    """The look at the node's memory when a pass had ended: whether the map held."""
-
-    complete: bool
-    has_unpinnable: bool | None
-    changed: bool | None
-    block_events: int | None  # memory blocks that went online or offline during the pass; None: not known
-    problems: list[str]
-
-    @property
-    def flaw(self) -> str:
-        """Why the node may have had unpinnable memory during the pass, or an empty string."""
-        if self.has_unpinnable:
-            return "there was unpinnable memory when the pass had ended"
-        if not self.complete or self.has_unpinnable is None:
-            why = f" ({self.problems[0]})" if self.problems else ""
-            return f"whether there was none when the pass had ended is not known{why}"
-        if self.changed is not False:
-            return "the node's memory zones changed during the pass"
-        if self.block_events:
-            return f"memory blocks went online or offline {self.block_events} times during the pass"
-        return ""
 
 
 @dataclass
@@ -432,16 +426,14 @@ def _order(current: Pass, seq: int, t: object) -> None:
 
 def _find_gaps(facts: Facts, seqs: list[int]) -> None:
     """An event that is missing, or there twice, within a pass may have been the one that matters."""
-    seen = set(seqs)
-    twice = len(seen) != len(seqs)
     for item in facts.passes:
         if item.first_seq is None or item.last_seq is None:
             continue
-        within = sum(1 for seq in seen if item.first_seq <= seq <= item.last_seq)
-        gaps = item.last_seq - item.first_seq + 1 - within
+        within = [seq for seq in seqs if item.first_seq <= seq <= item.last_seq]
+        gaps = item.last_seq - item.first_seq + 1 - len(set(within))
         if gaps:
             item.problems.append(f"{gaps} of its events are missing from the record")
-        if twice and len([seq for seq in seqs if item.first_seq <= seq <= item.last_seq]) != within:
+        if len(within) != len(set(within)):
             item.problems.append("some of its events bear the same number")
 
 
@@ -490,9 +482,7 @@ def _of_a_pass(current: Pass, facts: Facts, raw: Mapping[str, Any], event: event
             # The parent's word comes last: a child may have said "finished" and been killed then.
             current.end = event
         case events.MemoryMapCheckEvent():
-            current.map_check = MapCheck(
-                event.complete, event.has_unpinnable, event.changed, event.block_events, event.problems
-            )
+            current.map_check = event
         case events.BufferEvent():
             _buffer(current, facts, event)
         case events.PinEvent():
@@ -536,7 +526,6 @@ def _buffer(current: Pass, facts: Facts, event: events.BufferEvent) -> None:
         event.backing,
         event.owner,
         event.place,
-        event.placed,
         event.vma or "",
         facts.read_state(event.pages, f"buffer (seq {event.seq})", current.problems),
         event.stand_in,
@@ -637,14 +626,8 @@ def _register_many(current: Pass, event: events.RegisterManyEvent) -> None:
                 line.address,
                 tuple(event.access),
                 line.errno,
-                None,
-                None,
-                {},
-                Trace(why="a line of a series has none"),
-                None,
-                target.pages(line.address, line.length)
-                if target is not None and line.length > 0
-                else Spans(),
+                trace=Trace(why="a line of a series has none"),
+                spans=target.pages(line.address, line.length) if target and line.length > 0 else Spans(),
                 pages_unknown="the pages of one in a series are not looked at",
                 in_series=f"number {line.number} of series {event.series}",
             )

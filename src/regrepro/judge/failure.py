@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from regrepro.judge import rules
 from regrepro.judge.facts import Facts, Pass, Registration
-from regrepro.judge.layers import MOVE_REFUSED, Layer, classify
+from regrepro.judge.layers import MOVE_REFUSED, classify
+from regrepro.judge.narrowing import Layer
 from regrepro.judge.outcome import OTHER_FAILURE, REPRODUCED, Verdict, named, unmet_checks
-from regrepro.judge.rules import MISSING, Case, Check
+from regrepro.judge.owners import UNASKED, nvidia_driver
+from regrepro.judge.rules import Case, missing
 
 
 def judge_failure(facts: Facts, run: Pass, registration: Registration) -> Verdict:
@@ -25,7 +27,7 @@ def judge_failure(facts: Facts, run: Pass, registration: Registration) -> Verdic
         return Verdict(OTHER_FAILURE, reason, layer=layer)
     if buffer is None:
         text = f"{what} on a range that is no buffer of the scenario"
-        return unmet_checks([Check("buffer", MISSING, text, "register a buffer of the stage")])
+        return unmet_checks([missing("buffer", text, "register a buffer of the stage")])
     case = Case(facts, run, registration, buffer)
     if run.contract == "none" and not case.held and layer.name == "page-migration":
         # Somebody's reference that came and went: the scenario pins nothing, and none is asked after.
@@ -43,11 +45,9 @@ def judge_failure(facts: Facts, run: Pass, registration: Registration) -> Verdic
 
 def _places(case: Case) -> str:
     before = case.registration.before
-    names = [
-        name for name in ("cma", "movable-zone", "isolate") if before and case.stuck & before.placed(name)
-    ]
     words = {"cma": "CMA pageblocks", "movable-zone": "ZONE_MOVABLE", "isolate": "isolated pageblocks"}
-    return " and ".join(words[name] for name in names) or "unpinnable memory"
+    found = (word for name, word in words.items() if before and case.stuck & before.placed(name))
+    return " and ".join(found) or "unpinnable memory"
 
 
 def _because(case: Case, what: str) -> str:
@@ -55,14 +55,9 @@ def _because(case: Case, what: str) -> str:
     owner = case.owner(pin)
     held = "a reference" if pin.kind == "get" else "a pin"
     count = f"{case.stuck.total} of {case.registration.spans.total} pages in {_places(case)}"
-    if owner == "cuda":
-        driver = case.facts.node.get("nvidia_driver") or "of unknown version"
-        return (
-            f"NVIDIA driver {driver} pins without FOLL_LONGTERM: "
-            f"{what} because its pin kept {count} from moving"
-        )
-    if owner == "own-code":
-        return f"{pin.api} pins without FOLL_LONGTERM: {what} because its pin kept {count} from moving"
+    if owner in UNASKED:
+        whose = nvidia_driver(case.facts) if owner == "cuda" else pin.api
+        return f"{whose} pins without FOLL_LONGTERM: {what} because its pin kept {count} from moving"
     by = f" by {owner}" if owner != "unknown" else ", by whom was not seen,"
     why = f"{what} because {held}{by} kept {count} from moving"
     return f"this kernel, with this placement, is susceptible: {why}"

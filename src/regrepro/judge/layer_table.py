@@ -7,8 +7,11 @@ docs/verdicts.md, and decided in judge/layers.py (by proof) and judge/narrowing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import Enum, auto
+
+Release = tuple[int, int]
 
 
 class MemoryKind(Enum):
@@ -36,7 +39,8 @@ class At(Enum):
 @dataclass(frozen=True)
 class LayerRow:
     """A layer. `command`: what tells on a node whether it is this one. `host`, `gpu`, `dmabuf`: the errnos
-    that it gives for such memory, () for none at all.
+    that it gives for such memory, () for none at all. `kernels`: errnos that not every kernel gives for it,
+    each with the first kernel release that does and the first that no longer does, or None.
     """
 
     name: str
@@ -46,6 +50,7 @@ class LayerRow:
     host: tuple[str, ...] = ()
     gpu: tuple[str, ...] = ()
     dmabuf: tuple[str, ...] = ()
+    kernels: Mapping[str, tuple[Release, Release | None]] = field(default_factory=dict)
 
     def errnos(self, memory: MemoryKind | None) -> tuple[str, ...]:
         """The errnos that it gives for this memory; None: it is not known whether host's or a GPU's."""
@@ -57,6 +62,11 @@ class LayerRow:
         """Whether it gives this errno ("" for one that is not told) for this memory."""
         errnos = self.errnos(memory)
         return errno in errnos if errno else bool(errnos)
+
+    def not_on(self, errno: str, since: Release, until: Release) -> bool:
+        """Whether no kernel of these releases, first and last, gives it with this errno."""
+        first, gone = self.kernels.get(errno, ((0, 0), None))
+        return until < first or (gone is not None and since >= gone)
 
     def why_not(self, errno: str, memory: MemoryKind | None) -> str:
         """Say why it does not give this errno for this memory."""
@@ -93,26 +103,6 @@ ROWS: tuple[LayerRow, ...] = (
         gpu=("ENOMEM", "EPERM"),  # without a peer-memory driver its address goes the way of host memory
     ),
     LayerRow(
-        "page-fault",
-        "an address that is not mapped, or not with the rights that are asked for",
-        "grep -i ADDRESS /proc/PID/maps    while the process lives",
-        (At.PIN,),
-        host=("EFAULT",),
-        gpu=("EFAULT",),
-    ),
-    LayerRow(
-        "longterm-refused",
-        "memory that Linux lets nobody pin for long: a file that is written through its mapping or lies in "
-        "persistent memory, or a huge page in unpinnable memory (5.18 to 6.5)",
-        "grep -i ADDRESS /proc/PID/maps    and look at what is mapped there",
-        (At.PIN,),
-        host=(
-            "EFAULT",
-            "ENOMEM",
-            "EOPNOTSUPP",
-        ),  # a file, a huge page that is not moved (5.18 to 6.5), fs-dax
-    ),
-    LayerRow(
         "page-migration",
         "a page in unpinnable memory (CMA, ZONE_MOVABLE) that cannot move, because something else holds it",
         "regrepro audit && regrepro run pin_then_register    on that node",
@@ -123,6 +113,13 @@ ROWS: tuple[LayerRow, ...] = (
         "migration-target",
         "a page in unpinnable memory that could move, and no memory outside of it to move to",
         "grep -E 'CmaFree|MemFree|HugePages_Free' /proc/meminfo    while it fails; regrepro audit",
+        (At.PIN,),
+        host=("ENOMEM",),
+    ),
+    LayerRow(
+        "memory-cgroup",
+        "the memory limit of the process's control group",
+        "cat /sys/fs/cgroup/PATH/memory.events; dmesg | grep 'Memory cgroup out of memory'",
         (At.PIN,),
         host=("ENOMEM",),
     ),
@@ -141,13 +138,13 @@ ROWS: tuple[LayerRow, ...] = (
         *(("ENOMEM", "EIO"),) * 3,
     ),
     LayerRow(
-        "bar-map",
-        "a mapping of a device or its BAR: BAR1 is used up, or the address has no pages behind it",
-        "nvidia-smi -q | grep -A3 'BAR1 Memory Usage'",
-        (At.PIN,),
-        host=("EFAULT",),  # a host pointer can be a mapping of registers
-        gpu=("ENOMEM", "EFAULT"),
-        dmabuf=("ENOMEM",),
+        "mkey",
+        "the device is out of memory regions (MKeys), or its firmware is out of pages for them",
+        "rdma resource show; ibv_devinfo -v | grep max_mr; dmesg | grep -iE 'mkey|MANAGE_PAGES'",
+        (At.REQUEST, At.DEVICE),
+        _MKEY,
+        _MKEY,
+        ("ENOMEM", "EINVAL", "EAGAIN"),
     ),
     LayerRow(
         "peer-memory",
@@ -155,6 +152,15 @@ ROWS: tuple[LayerRow, ...] = (
         "lsmod | grep -E 'nvidia_peermem|nv_peer_mem'; dmesg | grep nvidia-peermem",
         (At.PIN,),
         gpu=("ENOMEM", "EFAULT", "EINVAL", "EIO"),
+    ),
+    LayerRow(
+        "bar-map",
+        "a mapping of a device or its BAR: BAR1 is used up, or the address has no pages behind it",
+        "nvidia-smi -q | grep -A3 'BAR1 Memory Usage'",
+        (At.PIN,),
+        host=("EFAULT",),  # a host pointer can be a mapping of registers
+        gpu=("ENOMEM", "EFAULT"),
+        dmabuf=("ENOMEM",),
     ),
     LayerRow(
         "dma-buf",
@@ -167,34 +173,34 @@ ROWS: tuple[LayerRow, ...] = (
         ),
     ),
     LayerRow(
+        "page-fault",
+        "an address that is not mapped, or not with the rights that are asked for",
+        "grep -i ADDRESS /proc/PID/maps    while the process lives",
+        (At.PIN,),
+        host=("EFAULT",),
+        gpu=("EFAULT",),
+    ),
+    LayerRow(
+        "longterm-refused",
+        "memory that Linux lets nobody pin for long: a file that is written through its mapping (since 6.5) "
+        "or lies in persistent memory, or a huge page in unpinnable memory (5.12 to 6.5)",
+        "grep -i ADDRESS /proc/PID/maps    and look at what is mapped there",
+        (At.PIN,),
+        host=("EFAULT", "ENOMEM", "EOPNOTSUPP"),  # a file, a huge page, fs-dax
+        kernels={
+            # 8ac268436e6d "mm/gup: disallow FOLL_LONGTERM GUP-nonfast writing to file-backed mappings"
+            "EFAULT": ((6, 5), None),
+            # follow_hugetlb_page (mm/hugetlb.c) takes a huge page by what refuses an unpinnable one from
+            # 0fa5bc4023c1 "mm/hugetlb: grab head page refcount once for group of subpages" (its
+            # try_grab_compound_head became try_grab_folio with 822951d84684, 5.18) to 4849807114b8 "mm/gup:
+            # retire follow_hugetlb_page()"; then such a page is moved as any other.
+            "ENOMEM": ((5, 12), (6, 6)),
+        },
+    ),
+    LayerRow(
         "cuda-pin",
         "the GPU driver's own pin of host memory failed, before any registration",
         "dmesg | grep NVRM; regrepro audit    (it says what this driver's pin asks for)",
-    ),
-    LayerRow(
-        "memory-cgroup",
-        "the memory limit of the process's control group",
-        "cat /sys/fs/cgroup/PATH/memory.events; dmesg | grep 'Memory cgroup out of memory'",
-        (At.PIN,),
-        host=("ENOMEM",),
-    ),
-    LayerRow(
-        "mkey",
-        "the device is out of memory regions (MKeys), or its firmware is out of pages for them",
-        "rdma resource show; ibv_devinfo -v | grep max_mr; dmesg | grep -iE 'mkey|MANAGE_PAGES'",
-        (At.REQUEST, At.DEVICE),
-        _MKEY,
-        _MKEY,
-        ("ENOMEM", "EINVAL", "EAGAIN"),
-    ),
-    LayerRow(
-        "device",
-        "the device: it was removed, is in reset, or may not be used by this user",
-        "ls -l /dev/infiniband; rdma link show; dmesg | tail",
-        (At.REQUEST, At.DEVICE),
-        _DEVICE,
-        _DEVICE,
-        ("EAGAIN", "EIO", "ENODEV", "EPERM"),
     ),
     LayerRow(
         "arguments",
@@ -204,6 +210,15 @@ ROWS: tuple[LayerRow, ...] = (
         _ARGUMENTS,
         _ARGUMENTS,
         ("EINVAL", "EOPNOTSUPP", "EPROTONOSUPPORT", "EFAULT"),
+    ),
+    LayerRow(
+        "device",
+        "the device: it was removed, is in reset, or may not be used by this user",
+        "ls -l /dev/infiniband; rdma link show; dmesg | tail",
+        (At.REQUEST, At.DEVICE),
+        _DEVICE,
+        _DEVICE,
+        ("EAGAIN", "EIO", "ENODEV", "EPERM"),
     ),
     LayerRow(
         "unknown",

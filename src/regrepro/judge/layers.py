@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 from regrepro.judge.facts import Buffer, Facts, Pass, Pin, Registration
-from regrepro.judge.layer_table import MemoryKind
-from regrepro.judge.narrowing import Narrowed, narrow
-from regrepro.judge.pagestate import PageState, cache_references, whole_number
+from regrepro.judge.layer_table import BY_NAME, MemoryKind, Release
+from regrepro.judge.narrowing import Decision, Layer, narrow
+from regrepro.judge.owners import held_now
+from regrepro.judge.pagestate import whole_number
 from regrepro.judge.rules import TRANSIENT
-from regrepro.judge.spans import Spans
+from regrepro.judge.spans import Spans, pages_text
 from regrepro.judge.tracefacts import Trace
 from regrepro.kernel_functions import Family
 
@@ -52,16 +53,6 @@ _NEVER_WRITTEN_BACK = ("/memfd:", "/dev/", "/SYSV", "/anon_hugepage", "/secretme
 
 
 @dataclass(frozen=True)
-class Layer:
-    """A layer, why it is this one, how that is known (`observed`, `inferred`), and the kernel source."""
-
-    name: str
-    why: str
-    how: str = "observed"
-    source: str = ""
-
-
-@dataclass(frozen=True)
 class Call:
     """A call that failed, as the rules see it."""
 
@@ -81,10 +72,8 @@ class Call:
             verb, memory = DMABUF_VERB, MemoryKind.DMABUF
         elif trace.of(Family.IO_URING, Family.IO_PIN):
             verb = "io_uring_register_buffers"
+        asked = Registration(0, 0, 0, verb, errno=errno, trace=trace)
         facts = Facts({}, [], None, [], None, [], {})
-        asked = Registration(
-            0, 0, 0, verb, None, None, None, None, None, errno, None, None, {}, trace, None, Spans()
-        )
         return cls(facts, Pass("", "", None), asked, None, log=True, memory=memory)
 
     @property
@@ -99,11 +88,8 @@ class Call:
 
     @property
     def pages(self) -> int | None:
-        """How many pages the call asks for (`ib_umem_num_pages`, include/rdma/ib_umem.h)."""
-        address, length = self.registration.address, self.registration.length
-        if address is None or length is None:
-            return None
-        return -(-(address + length) // self.page) - address // self.page
+        """How many pages the call asks for."""
+        return self.registration.pages_of(self.page)
 
     @property
     def capable(self) -> bool | None:
@@ -277,7 +263,7 @@ def memlock_accounting(call: Call) -> Layer | None:
         return Layer("memlock-accounting", "RLIMIT_MEMLOCK is 0 and CAP_IPC_LOCK is missing", how, source)
     counted = call.pinned_before
     locked, allowed = call.locked_before if counted is None else counted, limit // call.page
-    asked = "1 page" if pages == 1 else f"{pages} pages"
+    asked = pages_text(pages)
     if locked + pages > allowed:
         added = f" and {locked} pinned before" if locked else ""
         why = f"{asked}{added} exceed the {allowed} that RLIMIT_MEMLOCK allows, and CAP_IPC_LOCK is missing"
@@ -350,8 +336,7 @@ def migration_target(call: Call) -> Layer | None:
     (`migrate_folio_unmap`), so with references above the baseline both causes fit and the trace does not
     decide.
     """
-    last = _last_migration(call.trace)
-    if not (call.trace.complete or call.log) or last != ENOMEM:
+    if not (call.trace.complete or call.log) or call.trace.last_migration != ENOMEM:
         return None
     large = call.buffer is not None and call.buffer.backing == "thp"
     if large and _held_beyond_baseline(call):
@@ -372,8 +357,7 @@ def page_migration(call: Call) -> Layer | None:
     layer for a reference that went by itself.
     """
     reg = call.registration
-    last = _last_migration(call.trace)
-    if not call.trace.complete or last is None or last <= 0 or reg.before is None or reg.after is None:
+    if not call.trace.complete or not call.trace.left_behind or reg.before is None or reg.after is None:
         return None
     unmoved = reg.before.unmoved(reg.after) & reg.before.unpinnable & reg.spans
     held = _held_beyond_baseline(call)
@@ -401,7 +385,8 @@ def bar_map(call: Call) -> Layer | None:
     if call.registration.errno != "EFAULT" or call.trace.failed(Family.GUP) not in (EFAULT, None):
         return None
     how = "observed" if call.trace.failed(Family.GUP) else "inferred"
-    path = _vma_path(call)
+    vma = _vma(call)
+    path = vma.path if vma else ""
     if re.search(r"/dev/nvidia|/resource\d+(_wc)?$|/dev/mem$|/dev/gdrdrv", path):
         return Layer("bar-map", f"{path} maps a device, not pages", how, "check_vma_flags, mm/gup.c")
     page = call.page_index(call.stopped) if call.stopped is not None else None
@@ -433,8 +418,8 @@ def longterm_refused(call: Call) -> Layer | None:
     either: -EOPNOTSUPP (`vma_is_fsdax` there; `check_dax_vmas` in 5.10).
 
     A hugetlb page in unpinnable memory is refused with -ENOMEM, and no move is tried, where
-    `follow_hugetlb_page` (mm/hugetlb.c, up to 6.5) asks `try_grab_folio`, which takes none since 5.18:
-    seen on 6.1, with a warning of the kernel's own.
+    `follow_hugetlb_page` (mm/hugetlb.c, 5.12 to 6.5) takes it by what takes none of these
+    (judge/layer_table.py has the commits): seen on 6.1, with a warning of the kernel's own.
     """
     reg, trace = call.registration, call.trace
     if reg.errno == "ENOMEM" and call.buffer is not None and call.buffer.backing == "hugetlb":
@@ -501,8 +486,14 @@ def _kernel_refuses(call: Call) -> bool | None:
     """
     if call.registration.refuses_writable_files is not None:
         return call.registration.refuses_writable_files
-    known = _KNOWN_KERNEL.fullmatch(call.facts.kernel)
-    return (int(known[1]), int(known[2])) >= (6, 5) if known else None
+    release = known_release(call.facts.kernel)
+    return None if release is None else not BY_NAME["longterm-refused"].not_on("EFAULT", release, release)
+
+
+def known_release(kernel: str) -> Release | None:
+    """Return the release of a kernel whose number says what is in it (kernel.org's, Debian's), else None."""
+    known = _KNOWN_KERNEL.fullmatch(kernel)
+    return (int(known[1]), int(known[2])) if known else None
 
 
 def page_fault(call: Call) -> Layer | None:
@@ -587,18 +578,16 @@ def mkey(call: Call) -> Layer | None:
     trace = call.trace
     failed = trace.failed(Family.MKEY)
     if failed is not None and trace.failed(Family.GUP) is None:
-        return Layer(
-            "mkey",
-            f"the device could not allocate an MR ({failed})",
-            "observed",
-            "rxe_add_to_pool, mlx5_core_create_mkey",
-        )
+        why = f"the device could not allocate an MR ({failed})"
+        return Layer("mkey", why, "observed", "rxe_add_to_pool, mlx5_core_create_mkey")
     driver = trace.driver()
     if not trace.complete or not driver or driver[-1] >= 0 or driver[-1] == EOPNOTSUPP:
         return None
     if not trace.fine(Family.UMEM):
         return None
-    if trace.absent(Family.GUP) and _valid(call):
+    # A valid request: it asks for a number of pages that can be had at all.
+    valid = call.pages is not None and 0 < call.pages <= UINT_MAX and (call.registration.length or 0) > 0
+    if trace.absent(Family.GUP) and valid:
         why = f"the provider returned {driver[-1]} for a valid request before pinning: it has no MR to give"
         return Layer("mkey", why, "inferred", "rxe_reg_user_mr, drivers/infiniband/sw/rxe/rxe_verbs.c")
     pinned = trace.of(Family.GUP)
@@ -606,12 +595,6 @@ def mkey(call: Call) -> Layer | None:
         why = f"every page was pinned, and the provider then returned {driver[-1]}"
         return Layer("mkey", why, "inferred", "mlx5_ib_reg_user_mr, drivers/infiniband/hw/mlx5/mr.c")
     return None
-
-
-def _valid(call: Call) -> bool:
-    """Whether the request asks for a number of pages that can be had at all."""
-    pages = call.pages
-    return pages is not None and 0 < pages <= UINT_MAX and (call.registration.length or 0) > 0
 
 
 RULES: tuple[Callable[[Call], Layer | None], ...] = (
@@ -633,37 +616,19 @@ RULES: tuple[Callable[[Call], Layer | None], ...] = (
 order only settles who says it."""
 
 
-@dataclass(frozen=True)
-class Decision:
-    """What failed. `layer`: the one that is named, or None; then `candidates` are left, `why` says why no
-    fewer, and `excluded` why it is none of the others.
-    """
-
-    layer: Layer | None
-    candidates: tuple[str, ...]
-    why: str = ""
-    excluded: Mapping[str, str] = field(default_factory=dict)
-
-
 def decide(call: Call) -> Decision:
     """Name the deepest failing layer of a call, or say which are left and what excludes the others."""
-    left = _narrow(call)
-    if call.log and left.shown:
-        return Decision(Layer(left.candidates[0], left.why), left.candidates, left.why)
-    for rule in RULES:
-        layer = rule(call)
-        if layer is not None:
-            return Decision(layer, (layer.name,), layer.why)
-    return Decision(None, left.candidates, left.why, left.excluded)
-
-
-def _narrow(call: Call) -> Narrowed:
     reg, memory = call.registration, call.memory
     if reg.verb == DMABUF_VERB:
         memory = MemoryKind.DMABUF
     elif call.buffer is not None:
         memory = MemoryKind.GPU if call.buffer.on_gpu else MemoryKind.HOST
-    return narrow(call.trace, reg.errno or "", memory, io_uring=not reg.through_umem)
+    kernel = known_release(call.facts.kernel)
+    left = narrow(call.trace, reg.errno or "", memory, kernel, io_uring=not reg.through_umem)
+    if call.log and left.layer is not None:
+        return left
+    named = next((layer for rule in RULES if (layer := rule(call)) is not None), None)
+    return Decision.of(named) if named is not None else replace(left, layer=None)
 
 
 def classify(facts: Facts, run: Pass, registration: Registration) -> Layer:
@@ -692,9 +657,9 @@ def classify_pin(facts: Facts, run: Pass, pin: Pin) -> Layer:
     by_io_uring = pin.owner == "io-uring" or "io_uring" in pin.api  # one that failed has no api
     verb = "io_uring_register_buffers" if by_io_uring else pin.api
     as_call = Registration(
-        pin.id, pin.seq, pin.buffer, verb, None, address, length, address, None, pin.errno,
-        pin.before, pin.after, {}, pin.trace, pin.stand_in, pin.spans,
-    )  # fmt: skip
+        *(pin.id, pin.seq, pin.buffer, verb, None, address, length, address, None, pin.errno),
+        *(pin.before, pin.after, {}, pin.trace, pin.stand_in, pin.spans),
+    )
     return classify(facts, run, as_call)
 
 
@@ -723,9 +688,8 @@ def blocked_in_device(run: Pass) -> Layer | None:
         return None
     stack = run.end.where or ""
     text = " ".join(str(frame) for frame in stack) if isinstance(stack, list) else str(stack)
-    if re.search(
-        r"ib_uverbs_remove_one|ib_unregister_device|disable_device|rxe_dellink|remove_client_context", text
-    ):
+    waits = r"ib_uverbs_remove_one|ib_unregister_device|disable_device|rxe_dellink|remove_client_context"
+    if re.search(waits, text):
         why = (
             "the kernel waits in ib_uverbs_remove_one for a context of the removed device and cannot be freed"
         )
@@ -793,16 +757,6 @@ def _read_vma(line: str) -> _Vma | None:
     return _Vma(int(match[1], 16), int(match[2], 16), match[3], match[4]) if match else None
 
 
-def _vma_path(call: Call) -> str:
-    vma = _vma(call)
-    return vma.path if vma else ""
-
-
-def _last_migration(trace: Trace) -> int | None:
-    returned = [step.returned for step in trace.migrations if step.returned is not None]
-    return returned[-1] if returned else None
-
-
 def _held_beyond_baseline(call: Call) -> Spans:
     """Pages of the call that bore more references than what is due and one transient reference explain."""
     reg, buffer = call.registration, call.buffer
@@ -811,14 +765,8 @@ def _held_beyond_baseline(call: Call) -> Spans:
     found = Spans()
     for state in (reg.before, reg.after):
         if state is not None:
-            found = found | _above(state, buffer)
-    return found & reg.spans
-
-
-def _above(state: PageState, buffer: Buffer) -> Spans:
-    excess = state.excess(cache_references(buffer.backing))
-    counted = Spans.of((a, b) for a, b, value in excess if value > TRANSIENT)
-    return (counted - state.known("pincount")) | state.where("pincount", lambda count: count > 0)
+            found = found | held_now(state, buffer, reg.spans, TRANSIENT + 1)
+    return found
 
 
 def _what_is_missing(call: Call) -> str:
@@ -829,10 +777,9 @@ def _what_is_missing(call: Call) -> str:
         )
         why = f" ({trace.why})" if trace.why and trace.status != "absent" else ""
         return f"{status}{why}, and {reg.errno} alone names no layer"
-    last = _last_migration(trace)
-    if last is not None and last > 0:
-        return f"migrate_pages left {last} behind, but what held them was not seen"
-    if last == ENOMEM:
+    if trace.left_behind:
+        return f"migrate_pages left {trace.left_behind} behind, but what held them was not seen"
+    if trace.last_migration == ENOMEM:
         return "migrate_pages returned -ENOMEM on a huge page that is also held: both causes fit"
     if _refuses_file(call) is None:
         return "the file may end before this page, or the kernel may refuse to pin a file for writing"

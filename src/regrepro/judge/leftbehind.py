@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from regrepro.judge.facts import Look, Pass, Registration
 from regrepro.judge.pagestate import PIN_BIAS, PageState, cache_references, whole_number
-from regrepro.judge.spans import Run, Spans
+from regrepro.judge.spans import Run, Spans, pages_text
 
 T = TypeVar("T")
 
@@ -61,14 +61,13 @@ class LeftBehind:
         """The PFNs of those that the kernel told of."""
         return {pfn for page in self.told if (pfn := whole_number(page.get("pfn"))) is not None}
 
-    @cached_property
+    @property
     def count(self) -> int:
         """How many the last migration left behind, as it returned (pages, or large folios: each as one)."""
-        returned = [step.returned for step in self.registration.trace.migrations if step.returned is not None]
-        return max(returned[-1], 0) if returned else 0
+        return self.registration.trace.left_behind
 
     def __str__(self) -> str:
-        return "1 page" if self.count == 1 else f"{self.count} pages"
+        return pages_text(self.count)
 
     @cached_property
     def looks(self) -> list[Look]:

@@ -8,47 +8,78 @@ is looked at, the limit is checked, pages are pinned, then mapped, then the devi
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from regrepro.errors import errno_name
-from regrepro.judge.layer_table import ROWS, At, MemoryKind
+from regrepro.judge.layer_table import ROWS, At, MemoryKind, Release
 from regrepro.judge.tracefacts import Trace
-from regrepro.kernel_functions import Family, of_family
+from regrepro.kernel_functions import Family, first_release_with, of_family
 
 ENOMEM, EFAULT, EPERM = -12, -14, -1
 _PIN = (Family.GUP, Family.TAKES_PINS, Family.GUP_PATH)
 _IN_PIN = (*_PIN, Family.LONGTERM, Family.UNPINNABLE)
+NEWEST: Release = (99, 0)
 _PIN_NAMES = frozenset(of_family(*_PIN))
 
 
 @dataclass(frozen=True)
-class Narrowed:
-    """`candidates`: layers that fit, and `why` no fewer; `excluded`: layer → why it is not that one.
-    `shown`: the one candidate is what the trace itself shows to have failed.
+class Layer:
+    """A layer, why it is this one, how that is known (`observed`, `inferred`), and the kernel source."""
+
+    name: str
+    why: str
+    how: str = "observed"
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What failed. `layer`: the one that is named, or None; then `candidates` are left, `why` says why no
+    fewer, and `excluded` why it is none of the others.
     """
 
+    layer: Layer | None
     candidates: tuple[str, ...]
     why: str = ""
-    excluded: dict[str, str] = field(default_factory=dict)
-    shown: bool = False
+    excluded: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, layer: Layer) -> Decision:
+        """Return the decision that it is this layer."""
+        return cls(layer, (layer.name,), layer.why)
 
 
-def narrow(trace: Trace, errno: str, memory: MemoryKind | None, *, io_uring: bool = False) -> Narrowed:
-    """Say which layers fit a call that failed with `errno` ("": not told), and what excludes the others."""
+def narrow(
+    trace: Trace,
+    errno: str,
+    memory: MemoryKind | None,
+    kernel: Release | None = None,
+    *,
+    io_uring: bool = False,
+) -> Decision:
+    """Say which layers fit a call that failed with `errno` ("": not told), and what excludes the others; or
+    name the one whose own function the trace shows to have failed.
+
+    `kernel`: the release, where it is known; else the functions of this call say which it is at least.
+    """
     shown = _shown(trace)
     if shown is not None:
-        return Narrowed((shown[0],), shown[1], shown=True)
+        return Decision.of(Layer(*shown))
     pin, umem = trace.failed(*_IN_PIN), trace.failed(Family.UMEM, Family.IO_PIN)
     if memory is not MemoryKind.DMABUF and (trace.pinned if pin is None else pin != EFAULT):
         memory = MemoryKind.HOST  # of a GPU's address GUP knows no page
     told = _errno(pin) or _errno(umem) or errno
     at, why, gone = _place(trace, pin, umem, io_uring=io_uring)
+    since = kernel or first_release_with({name for name, _ in trace.returns})
     candidates, excluded = [], {}
     for row in ROWS[:-1]:
         if not row.gives(told, memory):
             excluded[row.name] = row.why_not(told, memory)
         elif at and not set(at) & set(row.at):
             excluded[row.name] = gone
+        elif row.not_on(told, since, kernel or NEWEST):
+            excluded[row.name] = f"this kernel does not give {told} for it"
         else:
             candidates.append(row.name)
     if pin is not None:
@@ -57,7 +88,7 @@ def narrow(trace: Trace, errno: str, memory: MemoryKind | None, *, io_uring: boo
         excluded |= {name: gone for name in candidates if few and name not in few}
         candidates, why = [name for name in candidates if not few or name in few], few_why or why
     excluded.pop("cuda-pin", None)
-    return Narrowed(tuple(candidates), why, excluded)
+    return Decision(None, tuple(candidates), why, excluded)
 
 
 def _errno(value: int | None) -> str:
@@ -66,8 +97,6 @@ def _errno(value: int | None) -> str:
 
 def _shown(trace: Trace) -> tuple[str, str] | None:
     """The layer whose own function the trace shows to have failed, and why; most are in no trace of ours."""
-    if trace.failed(Family.ACCESS_CHECK) is not None:
-        return "arguments", "ib_check_mr_access refused the access flags"
     locks = trace.of(Family.GPU_PIN)
     if locks and locks[-1] != 0:
         return "cuda-pin", f"os_lock_user_pages returned {locks[-1]:#x}: the driver's own pin failed"
@@ -129,5 +158,7 @@ def _in_pin(trace: Trace, pin: int) -> tuple[tuple[str, ...], str]:
         return move, "pages could not be migrated; what migrate_pages returned would tell why"
     if pin == ENOMEM and trace.failed(Family.LONGTERM, Family.UNPINNABLE) is not None:
         why = "the long-term check failed; what migrate_pages returned would tell why"
-        return (*move, "memory-cgroup", "longterm-refused"), why
+        # What moves pages is called once all of them could be had (__gup_longterm_locked).
+        left = (*move, "memory-cgroup")
+        return left if trace.of(Family.UNPINNABLE) else (*left, "longterm-refused"), why
     return (), ""

@@ -8,11 +8,10 @@ that was seen in between overrules it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
-from regrepro.judge.facts import Facts, Pass
-from regrepro.judge.pagestate import UNPINNABLE, PageState
-from regrepro.judge.tracefacts import Trace
+from regrepro.judge.facts import Facts, Pass, Pin
+from regrepro.judge.pagestate import UNPINNABLE
 
 
 def contrary(facts: Facts, run: Pass) -> str:
@@ -22,8 +21,7 @@ def contrary(facts: Facts, run: Pass) -> str:
     A record in which no pass has a second look is of a version that took none: it is not asked for there,
     and what was seen in any pass counts.
     """
-    flaw = run.map_check.flaw if run.map_check is not None else ""
-    if flaw:
+    if flaw := _flaw(run):
         return flaw
     if run.map_check is None and any(item.map_check is not None for item in facts.passes):
         return "the node's memory was not looked at again when the pass had ended"
@@ -37,21 +35,38 @@ def contrary(facts: Facts, run: Pass) -> str:
 
 def _explained(run: Pass) -> bool:
     """Whether a pass' own map or second look tells of unpinnable memory, or of a change."""
-    map_tells = run.memory_map is not None and not run.memory_map.none
-    return map_tells or (run.map_check is not None and bool(run.map_check.flaw))
+    return (run.memory_map is not None and not run.memory_map.none) or bool(_flaw(run))
+
+
+def _flaw(run: Pass) -> str:
+    """Why the node may have had unpinnable memory during the pass by the look when it had ended, or ""."""
+    check = run.map_check
+    if check is None:
+        return ""
+    if check.has_unpinnable:
+        return "there was unpinnable memory when the pass had ended"
+    if not check.complete or check.has_unpinnable is None:
+        why = f" ({check.problems[0]})" if check.problems else ""
+        return f"whether there was none when the pass had ended is not known{why}"
+    if check.changed is not False:
+        return "the node's memory zones changed during the pass"
+    if check.block_events:
+        return f"memory blocks went online or offline {check.block_events} times during the pass"
+    return ""
 
 
 def _seen(run: Pass) -> str:
     """What in a pass can only be where there is unpinnable memory."""
-    for what, state in _states(run):
-        if state is not None and state.unpinnable:
+    for what, _, _, state in run.states():
+        if state.unpinnable:
             return f"{what} shows page {state.unpinnable} in unpinnable memory"
     for step in run.steps:
         pages = step.get("pages")
         if isinstance(pages, Mapping) and _names_unpinnable(pages.get("place")):
             return f"step {step.get('name')} shows pages in unpinnable memory"
-    for what, trace in _traces(run):
-        if trace.migrations:
+    for call in run.calls:
+        if call.trace.migrations:
+            what = f"{'pin' if isinstance(call, Pin) else 'registration'} {call.id}"
             return f"the trace of {what} shows a migration out of unpinnable memory, for a long-term pin"
     return ""
 
@@ -61,23 +76,3 @@ def _names_unpinnable(place: object) -> bool:
         isinstance(run, list) and bool(run) and isinstance(run[-1], str) and run[-1] in UNPINNABLE
         for run in place
     )
-
-
-def _states(run: Pass) -> Iterator[tuple[str, PageState | None]]:
-    for buffer in run.buffers.values():
-        yield f"buffer {buffer.id}", buffer.state
-    for pin in run.pins.values():
-        yield f"pin {pin.id}", pin.before
-        yield f"pin {pin.id}", pin.after
-        if pin.release is not None:
-            yield f"the release of pin {pin.id}", pin.release.after
-    for call in run.registrations:
-        yield f"registration {call.id}", call.before
-        yield f"registration {call.id}", call.after
-
-
-def _traces(run: Pass) -> Iterator[tuple[str, Trace]]:
-    for pin in run.pins.values():
-        yield f"pin {pin.id}", pin.trace
-    for call in run.registrations:
-        yield f"registration {call.id}", call.trace

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from regrepro.judge.facts import Facts, Pass, Registration
-from regrepro.judge.layers import Layer, blocked_in_device, memory_cgroup
+from regrepro.judge.layers import blocked_in_device, memory_cgroup
+from regrepro.judge.narrowing import Layer
 from regrepro.judge.rules import Check
 
 REPRODUCED, NOT_REPRODUCED, OTHER_FAILURE = "reproduced", "not-reproduced", "other-failure"
@@ -44,22 +45,23 @@ def broken(facts: Facts, run: Pass) -> Verdict | None:
         lack = run.unmet
         return unmet(lack.need or "a precondition", lack.why or "no reason recorded", lack.how)
     if run.end is None:
-        seen = "; ".join(item.what for item in facts.lab if item.what != "boot")
-        return Verdict(ERROR, f"the record ends in the middle of this scenario{f' ({seen})' if seen else ''}")
+        return Verdict(ERROR, f"the record ends in the middle of this scenario{lab_saw(facts)}")
     outcome = run.end.outcome
-    if outcome == "killed":
-        return Verdict(ERROR, f"the scenario was killed by {run.end.signal or 'a signal'}")
-    if outcome == "timeout":
-        return Verdict(ERROR, "the scenario did not end within its time limit and was killed")
-    if outcome == "blocked":
-        return Verdict(
-            ERROR, "the scenario waits in the kernel and cannot be killed; what it waits for is not known"
-        )
     if outcome == "unmet":
         return unmet("a precondition", "the record does not say which", "run it again")
-    if outcome != "finished":
-        return Verdict(ERROR, f"the scenario ended in a way this version does not know: {outcome}")
-    return None
+    ends = {
+        "killed": f"was killed by {run.end.signal or 'a signal'}",
+        "timeout": "did not end within its time limit and was killed",
+        "blocked": "waits in the kernel and cannot be killed; what it waits for is not known",
+    }
+    why = ends.get(outcome, f"ended in a way this version does not know: {outcome}")
+    return None if outcome == "finished" else Verdict(ERROR, f"the scenario {why}")
+
+
+def lab_saw(facts: Facts) -> str:
+    """What the lab saw from outside, but for the boot: " (panic)", or nothing."""
+    seen = "; ".join(item.what for item in facts.lab if item.what != "boot")
+    return f" ({seen})" if seen else ""
 
 
 def unmet(need: str, why: str, how: str) -> Verdict:

@@ -21,6 +21,11 @@ _BY_CALLER = (("process_vm_rw", "process-vm"), ("io_pin_pages", "io-uring"), ("i
 """Functions above the one that pins (mm/process_vm_access.c, io_uring/memmap.c, io_uring/rsrc.c)."""
 
 
+def nvidia_driver(facts: Facts) -> str:
+    """Return what a person reads for the driver behind a pin by `cuda`."""
+    return f"NVIDIA driver {facts.node.get('nvidia_driver') or 'of unknown version'}"
+
+
 def owner_of(facts: Facts, buffer: Buffer, pin: Pin) -> str:
     """Name who holds a pin; `unknown` where the record does not bear out whose call it was."""
     if pin.owner not in UNASKED:

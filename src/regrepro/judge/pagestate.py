@@ -67,11 +67,11 @@ class PageState:
 
     def known(self, count: str) -> Spans:
         """The pages whose `refcount`, `mapcount`, `pincount` or `node` is known."""
-        return Spans.of((first, end) for first, end, _ in self.counts.get(count, []))
+        return where(self.counts.get(count, []), lambda _: True)
 
     def where(self, count: str, test: Callable[[int], bool]) -> Spans:
         """The pages whose count is known and passes a test."""
-        return Spans.of((first, end) for first, end, value in self.counts.get(count, []) if test(value))
+        return where(self.counts.get(count, []), test)
 
     def bounds(self, count: str, spans: Spans) -> tuple[int, int] | None:
         """Least and greatest known count on these pages; None where none is known."""
@@ -92,11 +92,8 @@ class PageState:
         if id(later) not in self._compared:
             same: list[tuple[int, int]] = []
             other: list[tuple[int, int]] = []
-            if later is self:
-                same = [(first, end) for first, end, _ in self.pfn]
-            else:
-                for first, end, old, new in together(self.pfn, later.pfn):
-                    (same if old == new else other).append((first, end))
+            for first, end, old, new in together(self.pfn, later.pfn):
+                (same if old == new else other).append((first, end))
             # The later state is kept, so that its id stays its own.
             self._compared[id(later)] = (later, Spans.of(same), Spans.of(other))
         return self._compared[id(later)]
@@ -109,10 +106,9 @@ class PageState:
         """
         refcount, mapcount = self.counts.get("refcount", []), self.counts.get("mapcount", [])
         baseline = self.counts.get("baseline", [])
-        found = [(a, b, refs - due) for a, b, refs, due in together(refcount, baseline)]
-        if not baseline:
-            found = [(a, b, refs - maps - cached) for a, b, refs, maps in together(refcount, mapcount)]
-        return found
+        if baseline:
+            return [(a, b, refs - due) for a, b, refs, due in together(refcount, baseline)]
+        return [(a, b, refs - maps - cached) for a, b, refs, maps in together(refcount, mapcount)]
 
     @property
     def explained(self) -> Spans:
@@ -204,21 +200,17 @@ def read_page_state(value: object, what: str, problems: list[str]) -> PageState 
     if place is None:
         problems.append(f"{what} has malformed places")
     else:
-        state.place = [(first, end, str(name) if name in PLACES else "unknown") for first, end, name in place]
-    for count_name in ("refcount", "pincount", "mapcount", "baseline", "node"):
-        if value.get(count_name) is None:
+        state.place = [(first, end, name if name in PLACES else "unknown") for first, end, name in place]
+    for name in ("refcount", "pincount", "mapcount", "baseline", "node", "traits"):
+        if value.get(name) is None:
             continue
-        runs = value_runs(value[count_name], pages, int)
+        runs = value_runs(value[name], pages, str if name == "traits" else int)
         if runs is None:
-            problems.append(f"{what} has a malformed {count_name}")
+            problems.append(f"{what} has {'' if name == 'traits' else 'a '}malformed {name}")
+        elif name == "traits":
+            state.traits = runs
         else:
-            state.counts[count_name] = [(first, end, int(number)) for first, end, number in runs]
-    if value.get("traits") is not None:
-        traits = value_runs(value["traits"], pages, str)
-        if traits is None:
-            problems.append(f"{what} has malformed traits")
-        else:
-            state.traits = [(first, end, str(words)) for first, end, words in traits]
+            state.counts[name] = runs
     told = value.get("problems")
     if isinstance(told, list):
         state.problems = [text for text in told if isinstance(text, str)]
@@ -244,6 +236,5 @@ def value_runs(value: Any, pages: int, kind: type) -> list[Run[Any]] | None:
 def _well_formed(runs: list[Run[Any]], pages: int) -> bool:
     """Runs are not empty, lie within the buffer and do not overlap."""
     ordered = sorted(runs, key=lambda run: run[0])
-    return all(0 <= first < end <= pages for first, end, _ in ordered) and all(
-        before[1] <= after[0] for before, after in pairwise(ordered)
-    )
+    inside = all(0 <= first < end <= pages for first, end, _ in ordered)
+    return inside and all(before[1] <= after[0] for before, after in pairwise(ordered))

@@ -79,11 +79,6 @@ class Standing:
     why: str
     need: str = ""
 
-    @property
-    def proves(self) -> bool:
-        """Whether the question is answered by it."""
-        return self.state in (GOOD, BAD)
-
 
 @dataclass(frozen=True)
 class Answer:
@@ -97,16 +92,12 @@ class Answer:
     def line(self) -> str:
         """The question, the answer, and what the exit code means: one line."""
         asked = QUESTIONS.get(self.question, "is all as the scenario files declare?")
-        return f"Asked {self.question} ({asked}): {self.text}. {exit_code_means(self.question, self.code)}"
+        means = _MEANING[self.question].get(self.code, _UNDECIDED_MEANS)
+        return f"Asked {self.question} ({asked}): {self.text}. Exit code {self.code}: {means}."
 
     def as_json(self) -> dict[str, Any]:
         """Return the keys beside the verdicts in what `--json` prints."""
         return {"question": self.question, "answer": self.text, "exit_code": self.code}
-
-
-def exit_code_means(question: str, code: int) -> str:
-    """Return what an exit code says where this was asked: a sentence."""
-    return f"Exit code {code}: {_MEANING[question].get(code, _UNDECIDED_MEANS)}."
 
 
 def check_terms(
@@ -114,20 +105,15 @@ def check_terms(
 ) -> None:
     """Check what `--require` and `--allow-unmet` name, against what there is. Raises `UsageError`."""
     scenarios, needs, require, allow_unmet = list(scenarios), list(needs), list(require), list(allow_unmet)
-    for option, given, known in (
-        ("--require", require, [*scenarios, *needs]),
-        ("--allow-unmet", allow_unmet, needs),
-    ):
+    terms = {"--require": (require, [*scenarios, *needs]), "--allow-unmet": (allow_unmet, needs)}
+    for option, (given, known) in terms.items():
         for name in given:
             if name not in known and not name.startswith(("kernel>", "kernel<", "kernel=")):
-                raise UsageError(
-                    f"{option} {name} is not known", hint=f"there are {', '.join(dict.fromkeys(known))}"
-                )
-    for name in require:
-        if name in allow_unmet:
-            raise UsageError(
-                f"--require {name} and --allow-unmet {name} exclude each other", hint="leave one out"
-            )
+                hint = f"there are {', '.join(dict.fromkeys(known))}"
+                raise UsageError(f"{option} {name} is not known", hint=hint)
+    for name in (item for item in require if item in allow_unmet):
+        text = f"--require {name} and --allow-unmet {name} exclude each other"
+        raise UsageError(text, hint="leave one out")
 
 
 def check_declared(require: Iterable[str], scenarios: Mapping[str, Iterable[str]]) -> None:
@@ -183,11 +169,8 @@ def answer(
     A run that did not reach its end, or has no verdict, is undecided unless it found something.
     """
     items = _items(verdicts)
-    stands = [
-        (name_of(item), item, standing(item, question, header or {}, require=require,
-                                                  allow_unmet=allow_unmet))
-        for item in items
-    ]  # fmt: skip
+    terms: dict[str, Any] = {"require": require, "allow_unmet": allow_unmet}
+    stands = [(name_of(item), item, standing(item, question, header or {}, **terms)) for item in items]
 
     def of(*states: str) -> list[tuple[str, Mapping[str, Any], Standing]]:
         return [entry for entry in stands if entry[2].state in states]
@@ -206,10 +189,9 @@ def answer(
     ]
     if undecided or lacks:
         return Answer(question, EXIT_UNDECIDED, f"not told, {_told([*undecided, *lacks])}")
-    if missing := not_shown(require, items):
-        return Answer(
-            question, EXIT_UNDECIDED, f"not told, no scenario shows what is required: {', '.join(missing)}"
-        )
+    if lacking := ", ".join(not_shown(require, items)):
+        why = f"not told, no scenario shows what is required: {lacking}"
+        return Answer(question, EXIT_UNDECIDED, why)
     if not good:
         silent = of(SILENT) or of(ASIDE)
         why = _told(silent) if silent else "no scenario ran"
@@ -243,9 +225,8 @@ def not_shown(require: Iterable[str], verdicts: Iterable[Mapping[str, Any]]) -> 
     A scenario can be decided without them: `registrar` takes io_uring for an RDMA device, a pin of our own
     stands where CUDA is not, and `placement` is decided without unpinnable memory.
     """
-    decided = [
-        item for item in verdicts if item.get("verdict") in ("reproduced", "not-reproduced", "other-failure")
-    ]
+    words = ("reproduced", "not-reproduced", "other-failure")
+    decided = [item for item in verdicts if item.get("verdict") in words]
     shows = {
         "cuda": lambda item: str(item.get("pin_owner")).startswith(("cuda", "standin:")),
         "rdma": lambda item: _value(item, "registrar") is not None and not without_rdma(item),
@@ -279,23 +260,22 @@ def _of_a_driver(item: Mapping[str, Any], header: Mapping[str, Any]) -> Standing
     """Only a pin of the driver tells of the driver, and only where it was tried on unpinnable memory."""
     verdict, reason = item.get("verdict"), str(item.get("reason") or "")
     owner = str(item.get("pin_owner") or "none")
+    need = next(iter(_unmet_needs(item)), "")
     if verdict == "unmet" and owner == "none":
-        return Standing(SILENT, reason, next(iter(_unmet_needs(item)), ""))
+        return Standing(SILENT, reason, need)
     if verdict == "error":
         return Standing(UNDECIDED, reason)
     if not _is_driver(owner, header):
-        stand_in = owner.startswith("standin:")
-        whose = f"{owner} is a stand-in" if stand_in else f"the pin was by {owner}"
-        return Standing(
-            SILENT, "no pin was taken" if owner == "none" else f"{whose}, which is no driver", "cuda"
-        )
+        whose = f"{owner} is a stand-in" if owner.startswith("standin:") else f"the pin was by {owner}"
+        why = "no pin was taken" if owner == "none" else f"{whose}, which is no driver"
+        return Standing(SILENT, why, "cuda")
     contracts = _contracts(item, owner) if _contract_stands(item) else set()
     if verdict == "reproduced" or _caught_proven(item):
         return Standing(BAD, f"{_named(item, owner)} pins without FOLL_LONGTERM")
     if "plain" in contracts:
         return Standing(BAD, f"the pages that {_named(item, owner)} pinned stayed in unpinnable memory")
     if verdict not in ("not-reproduced", "other-failure"):
-        return Standing(UNDECIDED, reason, next(iter(_unmet_needs(item)), ""))
+        return Standing(UNDECIDED, reason, need)
     if verdict == "not-reproduced" and (item.get("basis") == "pin" or "longterm" in contracts):
         return Standing(GOOD, f"{_named(item, owner)} asked for FOLL_LONGTERM")
     if item.get("basis") == "placement":
@@ -322,9 +302,8 @@ def _of_the_kernel(item: Mapping[str, Any], _header: Mapping[str, Any]) -> Stand
         if item.get("basis") == "kernel" and _pinned_in_place(item):
             return Standing(GOOD, f"allowed under a pin by {item.get('pin_owner')}")
     if item.get("basis") == "placement":
-        return Standing(
-            SILENT, "this node has no unpinnable memory, so nothing was tried there", "unpinnable"
-        )
+        why = "this node has no unpinnable memory, so nothing was tried there"
+        return Standing(SILENT, why, "unpinnable")
     return Standing(SILENT, "no short-term pin was held on unpinnable memory")
 
 
@@ -363,9 +342,7 @@ def _contracts(item: Mapping[str, Any], owner: str) -> set[str]:
     """What the pins of one owner promised, measured by the movement of their pages."""
     given = _value(item, "pin_contract")
     pins = given.values() if isinstance(given, Mapping) else ()
-    return {
-        str(pin.get("contract")) for pin in pins if isinstance(pin, Mapping) and pin.get("owner") == owner
-    }
+    return {str(pin.get("contract")) for pin in _mappings([*pins]) if pin.get("owner") == owner}
 
 
 def _pinned_in_place(item: Mapping[str, Any]) -> bool:

@@ -45,6 +45,11 @@ class Check:
         return {"need": self.name, "why": self.text, "how": self.how}
 
 
+def missing(name: str, text: str, how: str = "") -> Check:
+    """What the record does not prove."""
+    return Check(name, MISSING, text, how)
+
+
 @dataclass
 class Case:
     """One registration under test, with what the rules look at."""
@@ -64,10 +69,11 @@ class Case:
         """Of these, those without FOLL_LONGTERM: FOLL_PIN and FOLL_GET, and a pin of a driver's or a user's
         that was expected to ask for it and left its pages in unpinnable memory.
         """
-        return [pin for pin in self.held if pin.kind in ("pin", "get") or self._broke_its_promise(pin)]
-
-    def _broke_its_promise(self, pin: Pin) -> bool:
-        return pin.owner in UNASKED and self.contract(pin).kind == "plain"
+        return [
+            pin
+            for pin in self.held
+            if pin.kind in ("pin", "get") or (pin.owner in UNASKED and self.contract(pin).kind == "plain")
+        ]
 
     def contract(self, pin: Pin) -> Contract:
         """What a pin did to unpinnable pages (`contracts.pin_contract`)."""
@@ -169,11 +175,11 @@ def reached(asked: Spans, unpinnable: Spans, present: Spans, stuck: Spans, batch
 def whole_record(case: Case) -> Check:
     """Nothing of the pass is missing from the record, and nothing in it is malformed."""
     if case.run.problems:
-        return Check(
-            "record", MISSING, f"the record of this pass has a flaw: {case.run.problems[0]}", "run it again"
+        return missing(
+            "record", f"the record of this pass has a flaw: {case.run.problems[0]}", "run it again"
         )
     if not case.run.finished:
-        return Check("record", MISSING, "the scenario did not run to its end", "run it again")
+        return missing("record", "the scenario did not run to its end", "run it again")
     return Check("record", OK, "the record of this pass is whole")
 
 
@@ -196,7 +202,7 @@ def errno_is_enomem(case: Case) -> Check:
         return Check("errno", OK, "the registration failed with ENOMEM")
     if can_be_refused_migration(case.registration):
         why = f"io_uring says {errno} where it could pin a part of the range, for whatever cause"
-        return Check("errno", MISSING, why, "register with an RDMA device")
+        return missing("errno", why, "register with an RDMA device")
     return Check("errno", CONTRADICTED, f"the registration failed with {errno}, and this bug gives ENOMEM")
 
 
@@ -208,12 +214,12 @@ def unpinnable_at_that_moment(case: Case) -> Check:
     before = case.registration.before
     if before is None:
         why = case.registration.pages_unknown or "the pages were not read right before the registration"
-        return Check(name, MISSING, why, how)
+        return missing(name, why, how)
     if before.how != "observed":
-        return Check(name, MISSING, "the placement of the pages was not observed", how)
+        return missing(name, "the placement of the pages was not observed", how)
     unsure = (case.registration.spans - before.placed("ordinary", "absent")) - before.unpinnable
     if unsure:
-        return Check(name, MISSING, f"where page {unsure} lies is not known", how)
+        return missing(name, f"where page {unsure} lies is not known", how)
     if case.stuck:
         return Check(name, OK, f"{case.stuck.total} pinned pages were unpinnable when the registration began")
     if case.unpinnable:
@@ -229,17 +235,16 @@ def pin_held_and_alive(case: Case) -> Check:
     """
     name = "pin"
     if not case.plain:
-        return Check(name, MISSING, "no pin without FOLL_LONGTERM was held on these pages", "take one before")
+        return missing(name, "no pin without FOLL_LONGTERM was held on these pages", "take one before")
     unasked = False
     for pin in case.plain:
         flaw = not_alive(case, pin)
         if flaw:
-            return Check(name, MISSING, flaw, "keep the pin until the registration has returned")
+            return missing(name, flaw, "keep the pin until the registration has returned")
         unasked = unasked or case.registration.alive.get(pin.id) != (True, True)
     if unasked:
-        return Check(
-            name, OK, "the pin was not released before the registration returned (its owner cannot be asked)"
-        )
+        text = "the pin was not released before the registration returned (its owner cannot be asked)"
+        return Check(name, OK, text)
     return Check(name, OK, "the pin was alive before and after the registration")
 
 
@@ -287,15 +292,15 @@ def exactly_the_pinned_pages_stayed(case: Case) -> Check:
     name, how = "movement", "run as root: PFNs need CAP_SYS_ADMIN"
     before, after = case.registration.before, case.registration.after
     if before is None or after is None:
-        return Check(name, MISSING, "the PFNs before and after the registration are not both known", how)
+        return missing(name, "the PFNs before and after the registration are not both known", how)
     if not case.stuck:
-        return Check(name, MISSING, "no page was seen that a pin of this scenario should have kept", how)
+        return missing(name, "no page was seen that a pin of this scenario should have kept", how)
     if case.reached is None:
-        return Check(name, MISSING, "how far the registration came is not known (page size missing)", how)
+        return missing(name, "how far the registration came is not known (page size missing)", how)
     unmoved, moved = before.unmoved(after), before.moved(after)
     unseen = (case.stuck | case.must_move) - unmoved - moved
     if unseen:
-        return Check(name, MISSING, f"whether page {unseen} moved was not seen", how)
+        return missing(name, f"whether page {unseen} moved was not seen", how)
     gone = case.stuck & moved
     if gone:
         return Check(name, CONTRADICTED, f"pinned page {gone} moved, so the pin did not hold it")
@@ -304,10 +309,10 @@ def exactly_the_pinned_pages_stayed(case: Case) -> Check:
         return Check(name, CONTRADICTED, f"page {stayed} was not pinned and did not move either")
     elsewhere = case.stuck - after.unpinnable
     if elsewhere:
-        return Check(name, MISSING, f"page {elsewhere} is no longer known to be unpinnable", how)
+        return missing(name, f"page {elsewhere} is no longer known to be unpinnable", how)
     where_to = case.must_move - after.placed("ordinary")
     if where_to:
-        return Check(name, MISSING, f"page {where_to} moved, but not provably out of unpinnable memory", how)
+        return missing(name, f"page {where_to} moved, but not provably out of unpinnable memory", how)
     others = f", the {case.must_move.total} others moved out" if case.must_move else ""
     return Check(name, OK, f"exactly the {case.stuck.total} pinned pages stayed where they were{others}")
 
@@ -335,7 +340,7 @@ def references_on_exactly_the_pinned_pages(case: Case) -> Check:
     states = (("before", case.registration.before), ("after", case.registration.after))
     for when, state in states:
         if state is None or not (case.stuck <= (state.known("refcount") | state.known("pincount"))):
-            return Check(name, MISSING, f"the reference counts {when} the registration are not known", how)
+            return missing(name, f"the reference counts {when} the registration are not known", how)
         for pin in case.plain:
             mine = pin.spans & case.stuck
             least = PIN_BIAS if pin.kind == "pin" else 1
@@ -356,14 +361,14 @@ def references_on_exactly_the_pinned_pages(case: Case) -> Check:
                     f"the references of page {strange} did not rise when {pin.api or pin.owner} was called, "
                     "so somebody else holds it"
                 )
-                return Check(name, MISSING, text, "look who: regrepro watch --pins names who pins")
+                return missing(name, text, "look who: regrepro watch --pins names who pins")
             if pin.kind == "get" and mine - _difference(case, pin, mine, 1):
                 page = mine - _difference(case, pin, mine, 1)
                 text = (
                     f"a single reference more on page {page} is no proof of pin {pin.id}: "
                     "it neither rose with the pin nor fell with its release"
                 )
-                return Check(name, MISSING, text, how)
+                return missing(name, text, how)
         count = sum(1 for pin in case.held if pin.kind != "get")
         excess = state.excess(cache_references(case.buffer.backing))
         counted = Spans.of((a, b) for a, b, value in excess if value >= PIN_BIAS * (count + 1))
@@ -371,15 +376,13 @@ def references_on_exactly_the_pinned_pages(case: Case) -> Check:
         if too_many:
             text = f"page {too_many} had more pins than the {count} of this scenario {when} the registration"
             own = any(pin.kind == "get" and pin.owner in UNASKED for pin in case.held)
-            return Check(
-                name, CONTRADICTED, text, "if your code pins by FOLL_PIN, write kind='pin'" if own else ""
-            )
+            how = "if your code pins by FOLL_PIN, write kind='pin'" if own else ""
+            return Check(name, CONTRADICTED, text, how)
         others = case.must_move if when == "before" else Spans()
         pinned_too = held_now(state, case.buffer, others, TRANSIENT + 1)
         if pinned_too:
-            return Check(
-                name, CONTRADICTED, f"page {pinned_too} was not pinned but had references as if it were"
-            )
+            text = f"page {pinned_too} was not pinned but had references as if it were"
+            return Check(name, CONTRADICTED, text)
     return Check(name, OK, "references stood above the baseline on exactly the pinned pages")
 
 
@@ -390,16 +393,12 @@ def trace_ends_in_a_failed_migration(case: Case) -> Check:
     """
     name, trace = "trace", case.registration.trace
     if trace.status == "unavailable" and case.facts.could_trace:
-        return Check(
-            name, MISSING, "this call was not traced although the kernel traced others", "run it again"
-        )
+        return missing(name, "this call was not traced although the kernel traced others", "run it again")
     if trace.status == "unavailable":
         return Check(name, OK, f"this kernel gives no trace ({trace.why or 'no reason recorded'})")
     if not trace.complete:
-        how = {"off": "run with --trace on", "absent": "run with --trace on"}.get(
-            trace.status, "run it again"
-        )
-        return Check(name, MISSING, f"the trace is {trace.status}: {trace.why or 'no reason recorded'}", how)
+        how = "run with --trace on" if trace.status in ("off", "absent") else "run it again"
+        return missing(name, f"the trace is {trace.status}: {trace.why or 'no reason recorded'}", how)
     values = trace.of(Family.GUP)
     if values and values[-1] >= 0:
         return Check(name, CONTRADICTED, "pin_user_pages_fast succeeded, so something else failed")
@@ -412,18 +411,16 @@ def trace_ends_in_a_failed_migration(case: Case) -> Check:
         if last.failed == 0:
             return Check(name, CONTRADICTED, "the last migration left no page behind")
         if last.failed and trace.hidden("migrate_pages"):
-            return Check(
-                name, OK, f"{last.failed} pages failed to migrate (migrate_pages cannot be seen here)"
-            )
-        return Check(name, MISSING, "the return of migrate_pages was not seen", "run it again")
+            text = f"{last.failed} pages failed to migrate (migrate_pages cannot be seen here)"
+            return Check(name, OK, text)
+        return missing(name, "the return of migrate_pages was not seen", "run it again")
     if last.returned < 0:
-        return Check(
-            name, CONTRADICTED, f"migrate_pages returned {last.returned}: there was no page to move to"
-        )
+        text = f"migrate_pages returned {last.returned}: there was no page to move to"
+        return Check(name, CONTRADICTED, text)
     if last.returned == 0:
         return Check(name, CONTRADICTED, "migrate_pages moved every page")
     if last.reason is None and not trace.hidden("mm_migrate_pages"):
-        return Check(name, MISSING, "the reason of the migration was not seen", "run it again")
+        return missing(name, "the reason of the migration was not seen", "run it again")
     if last.failed == 0:
         return Check(name, CONTRADICTED, "the tracepoint counts no page that failed to migrate")
     return Check(name, OK, f"migrate_pages left {last.returned} behind, reason {last.reason or 'not seen'}")
@@ -449,37 +446,35 @@ def releasing_made_it_succeed(case: Case) -> Check:
     name, how = "release", "release the pin and register the same range again in the scenario"
     for pin in case.plain:
         if pin.release is None:
-            return Check(name, MISSING, f"pin {pin.id} was never released", how)
+            return missing(name, f"pin {pin.id} was never released", how)
         if pin.release.errno is not None:
-            return Check(name, MISSING, f"pin {pin.id} could not be released: {pin.release.errno}", how)
+            return missing(name, f"pin {pin.id} could not be released: {pin.release.errno}", how)
     later = same_call_after_release(case)
     if later is None:
-        return Check(name, MISSING, "the same registration was not tried again after the release", how)
+        return missing(name, "the same registration was not tried again after the release", how)
     before = {pin.id for pin in case.held}  # of these the plain ones are gone: what is left did not change
     if any(pin.id not in before for pin in pins_on(later)):
-        return Check(name, MISSING, "another pin was held when the registration was tried again", how)
+        return missing(name, "another pin was held when the registration was tried again", how)
     if not later.succeeded:
         text = f"with the pin released the same registration still failed, with {later.errno}"
         return Check(name, CONTRADICTED, text)
     failed, again, done = case.registration.after, later.before, later.after
     if failed is None or again is None or done is None:
-        return Check(name, MISSING, "the pages around the second try were not read", "run as root")
+        return missing(name, "the pages around the second try were not read", "run as root")
     same = failed.unmoved(again) & again.unpinnable
     if case.stuck - same:
         text = f"page {case.stuck - same} was not provably the same unpinnable page at the second try"
-        return Check(name, MISSING, text, "run it again")
+        return missing(name, text, "run it again")
     out = again.moved(done) & done.placed("ordinary")
     if case.stuck - out:
-        return Check(
-            name, MISSING, f"page {case.stuck - out} did not provably move at the second try", "run as root"
-        )
-    contrary = _pinned_again_failed(case, later)
-    if contrary is not None:
+        text = f"page {case.stuck - out} did not provably move at the second try"
+        return missing(name, text, "run as root")
+    contrary = _pinned_again(case, later)
+    if contrary is not None and not contrary.succeeded:
         text = f"pinned again on ordinary memory, the registration failed as well, with {contrary.errno}"
         return Check(name, CONTRADICTED, text)
-    return Check(
-        name, OK, "the same registration succeeded once the pin was released, and the pages moved out"
-    )
+    text = "the same registration succeeded once the pin was released, and the pages moved out"
+    return Check(name, OK, text)
 
 
 def _pinned_again(case: Case, second: Registration) -> Registration | None:
@@ -495,11 +490,6 @@ def _pinned_again(case: Case, second: Registration) -> Registration | None:
         ):
             return later
     return None
-
-
-def _pinned_again_failed(case: Case, second: Registration) -> Registration | None:
-    third = _pinned_again(case, second)
-    return third if third is not None and not third.succeeded else None
 
 
 def pinned_again_succeeded(case: Case) -> bool | None:

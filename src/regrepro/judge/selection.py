@@ -12,7 +12,8 @@ from regrepro.judge import consistency
 from regrepro.judge.controls import best_success, judge_controls, under_test, unheld
 from regrepro.judge.facts import Facts, Pass, Registration
 from regrepro.judge.failure import judge_failure
-from regrepro.judge.layers import Layer, classify_pin
+from regrepro.judge.layers import classify_pin
+from regrepro.judge.narrowing import Layer
 from regrepro.judge.outcome import (
     NOT_REPRODUCED,
     OTHER_FAILURE,

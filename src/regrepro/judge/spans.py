@@ -12,6 +12,11 @@ Run = tuple[int, int, A]
 """`(first, end, value)`: the pages first … end - 1 all have this value."""
 
 
+def pages_text(count: int) -> str:
+    """Return `1 page`, `2 pages`."""
+    return "1 page" if count == 1 else f"{count} pages"
+
+
 @dataclass(frozen=True)
 class Spans:
     """An immutable set of page indexes. `Spans.of([(0, 3), (5, 6)])` holds 0, 1, 2 and 5."""

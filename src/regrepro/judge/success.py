@@ -11,8 +11,8 @@ from regrepro.judge.facts import Facts, Pass, Registration
 from regrepro.judge.nodememory import contrary
 from regrepro.judge.outcome import NOT_REPRODUCED, Verdict, named, unmet, unmet_checks
 from regrepro.judge.pagestate import PIN_BIAS
-from regrepro.judge.rules import Case, Check
-from regrepro.judge.spans import Spans
+from regrepro.judge.rules import Case, Check, missing
+from regrepro.judge.spans import Spans, pages_text
 
 
 def judge_success(
@@ -30,20 +30,11 @@ def judge_success(
     verdict = _basis(case, checks)
     expect_failure = verdict.basis == "pin" or (not case.plain and case.unpinnable.total > 0)
     controls = judge_controls(facts, main, registration, others, expect_failure=expect_failure)
-    if verdict.basis == "pin" and any(_plain_pin_allowed(item) for item in controls):
+    plain = [item for item in controls if item["changed"] in ("pin=pin", "pin=get") and item["valid"]]
+    if verdict.basis == "pin" and any(item["got"] == "success" for item in plain):
         verdict.basis = "kernel"
-        verdict.reason = (
-            f"{verdict.reason}; the control shows that this kernel registers it with a plain pin as well"
-        )
+        verdict.reason += "; the control shows that this kernel registers it with a plain pin as well"
     return verdict, controls
-
-
-def _plain_pin_allowed(control: Mapping[str, Any]) -> bool:
-    return (
-        control["changed"] in ("pin=pin", "pin=get")
-        and control["got"] == "success"
-        and bool(control["valid"])
-    )
 
 
 def _pin_checks(case: Case) -> list[Check]:
@@ -53,31 +44,33 @@ def _pin_checks(case: Case) -> list[Check]:
         flaw = rules.not_alive(case, pin)
         if flaw:
             how = "keep the pin until the registration has returned"
-            checks.append(Check("pin", rules.MISSING, flaw, how))
+            checks.append(missing("pin", flaw, how))
     taken = [pin for pin in case.run.pins.values() if pin.kind != "none"]
     if case.run.contract != "none" and not taken:
-        checks.append(Check("pin", rules.MISSING, "no pin was ever taken", "let the scenario pin its buffer"))
+        checks.append(missing("pin", "no pin was ever taken", "let the scenario pin its buffer"))
     elif taken and not case.held and not any(pin.seq > case.registration.seq for pin in taken):
         why = "no pin was held on these pages when they were registered, and none was taken after"
         how = "register while the pin is held, and map nothing anew meanwhile"
-        checks.append(Check("pin", rules.MISSING, why, how))
+        checks.append(missing("pin", why, how))
     return checks
 
 
 def _basis(case: Case, checks: list[Check]) -> Verdict:
     """What a registration that succeeded rests on, or what is not proven."""
+
+    def rests_on(basis: str, why: str, what: str = "") -> Verdict:
+        lacks = [check for check in checks if not check.ok]
+        if lacks:
+            return unmet_checks(lacks)
+        what = what or named(case.run, case.registration)
+        return Verdict(NOT_REPRODUCED, f"{what} succeeded: {why}", basis=basis, checks=checks)
+
     memory_map, buffer = case.run.memory_map, case.buffer
     if buffer.on_gpu:
-        missing = [check for check in checks if not check.ok]
-        if missing:
-            return unmet_checks(missing)
-        reason = (
-            f"{case.registration.verb} succeeded: memory of the GPU has no host page that this bug could hold"
-        )
-        return Verdict(NOT_REPRODUCED, reason, basis="kernel", checks=checks)
+        why = "memory of the GPU has no host page that this bug could hold"
+        return rests_on("kernel", why, case.registration.verb)
     needs = case.run.declared.needs if case.run.declared is not None else []
     asks = buffer.asks_unpinnable or "unpinnable" in needs
-    what = f"{named(case.run, case.registration)} succeeded"
     before = case.registration.before
     moved_first = moved_by_pin(case)
     if memory_map is not None and memory_map.none:
@@ -87,54 +80,31 @@ def _basis(case: Case, checks: list[Check]) -> Verdict:
         why = contrary(case.facts, case.run)
         if why:
             text = f"the memory map knows no unpinnable memory, but {why}"
-            checks.append(Check("placement", rules.MISSING, text, "run it again, while no memory changes"))
+            checks.append(missing("placement", text, "run it again, while no memory changes"))
         ordinary = before is not None and case.registration.spans <= before.placed("ordinary", "absent")
         if not ordinary:
             text = "the pages were not provably ordinary, although the memory map knows no unpinnable memory"
-            checks.append(Check("placement", rules.MISSING, text, "run as root"))
-        missing = [check for check in checks if not check.ok]
-        if missing:
-            return unmet_checks(missing)
-        nothing = "this node has no unpinnable memory, so no page had to move; this says nothing of a driver"
-        reason = f"{what}: {nothing}"
-        return Verdict(NOT_REPRODUCED, reason, basis="placement", checks=checks)
+            checks.append(missing("placement", text, "run as root"))
+        why = "this node has no unpinnable memory, so no page had to move; this says nothing of a driver"
+        return rests_on("placement", why)
     if not asks:
-        missing = [check for check in checks if not check.ok]
-        if missing:
-            return unmet_checks(missing)
-        reason = (
-            f"{what}: the kernel allowed it; no unpinnable memory was asked for, so this bug was not tried"
-        )
-        return Verdict(NOT_REPRODUCED, reason, basis="kernel", checks=checks)
+        why = "the kernel allowed it; no unpinnable memory was asked for, so this bug was not tried"
+        return rests_on("kernel", why)
     if moved_first is not None:
         pin, contract = moved_first
         if contract.kind != "longterm":
-            checks.append(
-                Check(
-                    "pin contract",
-                    rules.MISSING,
-                    f"the pages moved, but {contract.why}",
-                    contract.how,
-                )
-            )
-        missing = [check for check in checks if not check.ok]
-        if missing:
-            return unmet_checks(missing)
-        owner = case.owner(pin)
-        whose = owner
+            checks.append(missing("pin contract", f"the pages moved, but {contract.why}", contract.how))
+        owner = whose = case.owner(pin)
         if owner == "cuda":
-            whose = f"NVIDIA driver {case.facts.node.get('nvidia_driver') or 'of unknown version'}"
+            whose = owners.nvidia_driver(case.facts)
         elif owner == "own-code":
             whose = pin.api
         elif owner == "unknown":
             whose = "an owner that was not seen"
-        reason = f"{what}: the pin of {whose} asked for FOLL_LONGTERM ({contract.why})"
-        return Verdict(NOT_REPRODUCED, reason, basis="pin", checks=checks)
-    checks += _kernel_checks(case)
-    missing = [check for check in checks if not check.ok]
-    if missing:
-        return unmet_checks(missing)
-    return Verdict(NOT_REPRODUCED, f"{what}: {_kernel_allowed(case)}", basis="kernel", checks=checks)
+        return rests_on("pin", f"the pin of {whose} asked for FOLL_LONGTERM ({contract.why})")
+    lacks = _kernel_checks(case)
+    checks += lacks
+    return rests_on("kernel", "" if lacks else _kernel_allowed(case))
 
 
 def _kernel_checks(case: Case) -> list[Check]:
@@ -146,22 +116,22 @@ def _kernel_checks(case: Case) -> list[Check]:
     before, after = registration.before, registration.after
     if before is None or after is None:
         why = registration.pages_unknown or "the pages were not read before and after the registration"
-        return [Check("placement", rules.MISSING, why, how)]
+        return [missing("placement", why, how)]
     if not case.unpinnable:
         known = before.placed("ordinary", "absent")
         if before.how == "observed" and registration.spans <= known:
             absent = registration.spans & before.placed("absent")
             why = f"page {absent} had no frame yet" if absent else "every page was ordinary"
             text, how = f"{why} when the registration began", "place them, by place= or renew()"
-            return [Check("placement", rules.MISSING, text, how)]
+            return [missing("placement", text, how)]
         text = "no page was provably unpinnable when the registration began"
-        return [Check("placement", rules.MISSING, text, how)]
+        return [missing("placement", text, how)]
     if not case.held:
         return []
     mine = Spans.of(pair for pin in case.held for pair in pin.spans.pairs) & case.unpinnable
     if not mine:
         text, how = "none of the pinned pages was unpinnable", "pin unpinnable ones: see place="
-        return [Check("placement", rules.MISSING, text, how)]
+        return [missing("placement", text, how)]
     checks = []
     for when, state in (("before", before), ("after", after)):
         copied = case.may_be_copied(before) & before.moved(after)
@@ -171,24 +141,18 @@ def _kernel_checks(case: Case) -> list[Check]:
             least = 1 if pin.kind == "get" else PIN_BIAS
             if wanted - (state.known("refcount") | state.known("pincount")):
                 text = f"the reference counts {when} the registration are not known"
-                checks.append(
-                    Check(
-                        "references",
-                        rules.MISSING,
-                        text,
-                        "run as root: struct page is read through /proc/kcore",
-                    )
-                )
+                how = "run as root: struct page is read through /proc/kcore"
+                checks.append(missing("references", text, how))
             elif wanted - owners.held_now(state, case.buffer, wanted, least):
                 text = f"the references of pin {pin.id} were not seen on its pages {when} the registration"
-                checks.append(Check("references", rules.MISSING, text, "run it again"))
+                checks.append(missing("references", text, "run it again"))
     not_taken = _not_taken(case, mine)
     if not_taken is not None:
         checks.append(not_taken)
     gone = (mine & before.moved(after)) - case.may_be_copied(before)
     if gone:
         text = f"pinned page {gone} moved, so the pin did not hold it"
-        checks.append(Check("movement", rules.MISSING, text, "run it again"))
+        checks.append(missing("movement", text, "run it again"))
     return checks
 
 
@@ -199,7 +163,7 @@ def _not_taken(case: Case, mine: Spans) -> Check | None:
         if pin.owner in owners.UNASKED and strange:
             called = pin.api or pin.owner
             text = f"the references of page {strange} did not rise when {called} was called"
-            return Check("references", rules.MISSING, text, "let it pin what it is called with")
+            return missing("references", text, "let it pin what it is called with")
     return None
 
 
@@ -213,15 +177,13 @@ def _kernel_allowed(case: Case) -> str:
     if not case.held:
         when = "before any pin was taken" if later else "while no pin held them"
         if copied:
-            return f"{_pages(copied.total)} that others map as well were copied, not migrated, {when}"
+            return f"{pages_text(copied.total)} that others map as well were copied, not migrated, {when}"
         if moved:
-            return f"the kernel moved {_pages(moved.total)} out of unpinnable memory {when}"
-        return f"this kernel pinned {_pages(count)} in place, in unpinnable memory, {when}"
+            return f"the kernel moved {pages_text(moved.total)} out of unpinnable memory {when}"
+        return f"this kernel pinned {pages_text(count)} in place, in unpinnable memory, {when}"
     if copied:
-        what = f"{_pages(copied.total)} that others map as well were copied, not migrated"
+        what = f"{pages_text(copied.total)} that others map as well were copied, not migrated"
         return f"{what}: the pin holds what they were copied from, so that this bug was not tried on them"
-    return f"this kernel pins {_pages(count)} in place, in unpinnable memory, although a pin is held on them"
-
-
-def _pages(count: int) -> str:
-    return "1 page" if count == 1 else f"{count} pages"
+    return (
+        f"this kernel pins {pages_text(count)} in place, in unpinnable memory, although a pin is held on them"
+    )

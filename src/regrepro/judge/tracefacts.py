@@ -74,10 +74,14 @@ class Trace:
         return [value for name, value in self.returns if name in wanted]
 
     @property
+    def last_migration(self) -> int | None:
+        """What the last migration returned of which that was seen: pages left behind, or an errno."""
+        return next((step.returned for step in reversed(self.migrations) if step.returned is not None), None)
+
+    @property
     def left_behind(self) -> int:
-        """How many pages the last migration says that it left behind; 0 where it does not say."""
-        told = [step.returned for step in self.migrations if step.returned is not None]
-        return max(told[-1], 0) if told else 0
+        """How many pages (folios) it left behind; 0 where that was not seen."""
+        return max(self.last_migration or 0, 0)
 
     @property
     def pinned(self) -> bool:
@@ -172,17 +176,11 @@ def _fill(trace: Trace, value: Mapping[str, Any]) -> str:
         elif event.get("tracepoint") == "mm_migrate_pages" and isinstance(event.get("fields"), Mapping):
             fields = event["fields"]
             reason = fields.get("reason")
-            seen.append(
-                Migration(
-                    None,
-                    reason if isinstance(reason, str) else None,
-                    whole_number(fields.get("nr_succeeded")),
-                    whole_number(fields.get("nr_failed")),
-                    any(
-                        whole_number(fields.get(name)) for name in ("nr_thp_failed", "nr_large_folio_failed")
-                    ),
-                )
-            )
+            reason = reason if isinstance(reason, str) else None
+            succeeded, failed = (whole_number(fields.get(f"nr_{word}")) for word in ("succeeded", "failed"))
+            large = ("nr_thp_failed", "nr_large_folio_failed")
+            is_large = any(whole_number(fields.get(name)) for name in large)
+            seen.append(Migration(None, reason, succeeded, failed, is_large))
             ours.append(reason in REASONS.values())
     trace.migrations = [step for step, is_ours in zip(seen, ours, strict=True) if is_ours]
     missing = value.get("missing")
@@ -205,9 +203,7 @@ def _fill(trace: Trace, value: Mapping[str, Any]) -> str:
 
 
 def _names(value: object) -> frozenset[str]:
-    return (
-        frozenset(name for name in value if isinstance(name, str)) if isinstance(value, list) else frozenset()
-    )
+    return frozenset(name for name in (value if isinstance(value, list) else []) if isinstance(name, str))
 
 
 def _note_gup_call(trace: Trace, name: str, ret: int, event: Mapping[str, Any]) -> None:

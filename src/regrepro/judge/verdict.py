@@ -9,7 +9,7 @@ from regrepro.judge.declared import as_declared, declared
 from regrepro.judge.evidence import gather
 from regrepro.judge.facts import Facts, Pass, RecordLike, Registration, collect
 from regrepro.judge.names import called, parsed
-from regrepro.judge.outcome import ERROR, UNMET, Verdict, unmet
+from regrepro.judge.outcome import ERROR, UNMET, Verdict, lab_saw, unmet
 from regrepro.judge.owners import owner_of
 from regrepro.judge.questions import BOOT_NEED
 from regrepro.judge.rules import Case
@@ -53,15 +53,11 @@ def _never_begun(facts: Facts) -> list[dict[str, Any]]:
     begun = {(item.scenario, item.variant) for item in facts.passes}
     asked = dict.fromkeys(parsed(name) for name in names if isinstance(name, str))
     left = [key for key in asked if key[0].isidentifier() and key not in begun]
-    seen = "; ".join(item.what for item in facts.lab if item.what != "boot")
-    why = f"the run ended before it began{f' ({seen})' if seen else ''}"
+    why = f"the run ended before it began{lab_saw(facts)}"
+    texts = {key: f"{called(*key)} was asked for, but {why}" for key in left}
     return [
-        _written(
-            facts,
-            Pass(*key, None),
-            Candidate(Verdict(ERROR, f"{called(*key)} was asked for, but {why}"), None, frozenset()),
-        )
-        for key in left
+        _written(facts, Pass(*key, None), Candidate(Verdict(ERROR, text), None, frozenset()))
+        for key, text in texts.items()
     ]
 
 
@@ -84,16 +80,13 @@ def _as_booted(facts: Facts, verdict: Verdict) -> Verdict:
     lacks = [event for event in facts.not_given if event.argument in given]
     if not lacks or verdict.verdict == ERROR:
         return verdict
-    needs = [
-        {
-            "need": BOOT_NEED,
-            "why": f"--boot {event.argument}: {event.why or 'the kernel did not give it'}",
-            "how": "mend the argument, give the machine more --memory, or take another kernel",
-        }
+    how = "mend the argument, give the machine more --memory, or take another kernel"
+    found = [
+        unmet(BOOT_NEED, f"--boot {event.argument}: {event.why or 'the kernel did not give it'}", how)
         for event in lacks
     ]
-    found = unmet(*(needs[0][key] for key in ("need", "why", "how")))
-    return Verdict(UNMET, found.reason, checks=verdict.checks, unmet=needs)
+    needs = [need for item in found for need in item.unmet]
+    return Verdict(UNMET, found[0].reason, checks=verdict.checks, unmet=needs)
 
 
 def _written(facts: Facts, main: Pass, found: Candidate) -> dict[str, Any]:

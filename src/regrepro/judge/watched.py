@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from regrepro.judge.facts import Facts, Look, Pass, Registration
-from regrepro.judge.layers import MOVE_REFUSED, Layer, classify
+from regrepro.judge.layers import MOVE_REFUSED, classify
 from regrepro.judge.leftbehind import Excess, LeftBehind, by_page
+from regrepro.judge.narrowing import Layer
 from regrepro.judge.pagestate import UNPINNABLE, whole_number
-from regrepro.judge.rules import MISSING, OK, Check
+from regrepro.judge.rules import OK, Check, missing
 
 CAUGHT = "caught"
 PROVEN, LIKELY = "proven", "likely"
@@ -47,24 +48,25 @@ def judge_watched(facts: Facts, run: Pass, registration: Registration) -> Caught
         layer = classify(facts, run, registration)
         return Caught(layer, "", f"{what} ({layer.name}: {layer.why})", [])
     owner, holder = _holder(left)
+    doubt = left.doubt()
     checks = [
         Check("errno", OK, "the registration failed with ENOMEM"),
         _trace(left),
-        _pages(left),
+        missing("pages", doubt) if doubt else Check("pages", OK, f"the frames of all {left.count} are known"),
         _placement(left),
         _references(left),
         _lasting(left),
         holder,
     ]
-    missing = [check for check in checks if check.state == MISSING and check.name != "holder"]
+    lacking = [check for check in checks if not check.ok and check.name != "holder"]
     held = "pages in unpinnable memory were held and would not move"
-    layer = Layer("page-migration", held, "inferred" if missing else "observed", MOVE_REFUSED)
+    layer = Layer("page-migration", held, "inferred" if lacking else "observed", MOVE_REFUSED)
     by = f" by {owner}" if owner != "unknown" else " whose holder was not seen"
-    if not missing:
+    if not lacking:
         held = "a pin" if _by_pins(left) else "a reference"
         reason = f"class B, proven: {what} because {held}{by} kept {left} in unpinnable memory from moving"
         return Caught(layer, PROVEN, reason, checks, owner)
-    lacks = [check.text for check in missing]
+    lacks = [check.text for check in lacking]
     reason = f"class B, likely: {what}, and migrate_pages left {left} behind; missing: {'; '.join(lacks)}"
     return Caught(layer, LIKELY, reason, checks, owner, lacks)
 
@@ -73,16 +75,8 @@ def _trace(left: LeftBehind) -> Check:
     """`migrate_pages` returns how many pages would not move (mm/migrate.c)."""
     trace = left.registration.trace
     if not trace.complete:
-        return Check("trace", MISSING, f"the trace is {trace.status}: {trace.why or 'no reason recorded'}")
+        return missing("trace", f"the trace is {trace.status}: {trace.why or 'no reason recorded'}")
     return Check("trace", OK, f"migrate_pages left {left} behind in a request for long-term pins")
-
-
-def _pages(left: LeftBehind) -> Check:
-    """The frames are known that were left behind, all of them."""
-    doubt = left.doubt()
-    if doubt:
-        return Check("pages", MISSING, doubt)
-    return Check("pages", OK, f"the frames of all {left.count} are known")
 
 
 def _placement(left: LeftBehind) -> Check:
@@ -99,32 +93,26 @@ def _placement(left: LeftBehind) -> Check:
         seen = by_page(state.place)
         places |= {seen[page] for page in left.frames if page in seen}
     if "isolate" in places:
-        return Check(
-            name,
-            MISSING,
-            "they lay in an isolated pageblock, as while memory goes offline or CMA is given out: that ends",
+        text = (
+            "they lay in an isolated pageblock, as while memory goes offline or CMA is given out: that ends"
         )
+        return missing(name, text)
     if places and places <= UNPINNABLE:
         return Check(name, OK, f"they lay in {', '.join(sorted(places))}")
     if "ordinary" in places:
-        return Check(
-            name,
-            MISSING,
-            "some lay in ordinary memory right afterwards: their pageblock was isolated, or has changed",
-        )
-    if state is None:
-        why = left.registration.pages_unknown or "the pages were not read"
-        return Check(name, MISSING, f"where the pages lay is not known ({why})")
-    return Check(name, MISSING, "where the pages lay is not known")
+        text = "some lay in ordinary memory right afterwards: their pageblock was isolated, or has changed"
+        return missing(name, text)
+    why = "" if state else f" ({left.registration.pages_unknown or 'the pages were not read'})"
+    return missing(name, f"where the pages lay is not known{why}")
 
 
 def _references(left: LeftBehind) -> Check:
     """Each page of which the kernel told bore references of a holder when it would not move."""
     name, moment = "references", left.at_the_moment()
     if not moment or left.told_frames - moment.keys():
-        return Check(name, MISSING, "the references of the pages left behind were not seen at that moment")
+        return missing(name, "the references of the pages left behind were not seen at that moment")
     if not all(excess.held for excess in moment.values()):
-        return Check(name, MISSING, "a page that was left behind bore no reference beyond what is due")
+        return missing(name, "a page that was left behind bore no reference beyond what is due")
     if _by_pins(left):
         return Check(name, OK, "each bore at least one FOLL_PIN when it would not move")
     least = min(excess.references for excess in moment.values() if not excess.pins)
@@ -145,28 +133,21 @@ def _lasting(left: LeftBehind) -> Check:
     for look in left.looks:
         why = _not_held(left, look, seen)
         if why:
-            return Check(name, MISSING, f"{why}, and {_TRANSIENT}")
-    times = _times_apart(left)
-    last = times[-1] if times else None
-    if last is None or last < LASTS or len(times) < _LOOKS:
-        return Check(name, MISSING, _too_short(left, last))
-    unseen = max(after - before for before, after in zip([0.0, *times], times, strict=False))
-    if unseen >= LASTS:
-        return Check(name, MISSING, f"they were not looked at for {unseen:.0f} s: {_TRANSIENT}")
-    if not left.frames or not all(_is_one_holder(found) for found in seen.values()):
-        return Check(
-            name, MISSING, f"the references were not the same at each look: {_TRANSIENT}; an unpin would tell"
-        )
-    return Check(name, OK, f"the same references were on all of them {len(times)} times over {last:.0f} s")
-
-
-def _times_apart(left: LeftBehind) -> list[float]:
-    """When the pages were looked at, each time some time after the last: seconds after the failure."""
-    times: list[float] = []
+            return missing(name, f"{why}, and {_TRANSIENT}")
+    times: list[float] = []  # seconds after the failure, each some time after the last
     for look in left.looks:
         if look.after is not None and (not times or look.after - times[-1] >= _APART):
             times.append(look.after)
-    return times
+    last = times[-1] if times else None
+    if last is None or last < LASTS or len(times) < _LOOKS:
+        return missing(name, _too_short(left, last))
+    unseen = max(after - before for before, after in zip([0.0, *times], times, strict=False))
+    if unseen >= LASTS:
+        return missing(name, f"they were not looked at for {unseen:.0f} s: {_TRANSIENT}")
+    if not left.frames or not all(_is_one_holder(found) for found in seen.values()):
+        text = f"the references were not the same at each look: {_TRANSIENT}; an unpin would tell"
+        return missing(name, text)
+    return Check(name, OK, f"the same references were on all of them {len(times)} times over {last:.0f} s")
 
 
 def _not_held(left: LeftBehind, look: Look, seen: dict[int, list[Excess]]) -> str:
@@ -232,7 +213,7 @@ def _holder(left: LeftBehind) -> tuple[str, Check]:
             owners.add(owner)
     if len(owners) != 1:
         why = f"several may hold them: {', '.join(sorted(owners))}" if owners else why
-        return "unknown", Check(name, MISSING, why)
+        return "unknown", missing(name, why)
     (owner,) = owners
     return owner, Check(name, OK, f"{owner} took a pin without FOLL_LONGTERM on these pages")
 

@@ -51,6 +51,26 @@ def test_without_peermem_a_gpu_address_gives_efault(tmp_path: Path) -> None:
     assert status(after, "peer-memory") == "supported"
 
 
+@pytest.mark.parametrize(
+    ("release", "enomem", "efault"),
+    [
+        ("5.10.0-46-amd64", "impossible", "impossible"),
+        ("6.1.0-57-amd64", "possible", "impossible"),
+        ("6.5.0", "possible", "possible"),
+        ("6.12.0", "impossible", "possible"),
+        ("5.14.0-427.el9.x86_64", "possible", "possible"),
+    ],
+)
+def test_the_kernel_says_what_it_refuses(release: str, enomem: str, efault: str, tmp_path: Path) -> None:
+    """A file that is written through its mapping since 6.5, a huge page in unpinnable memory until 6.5."""
+    node = Node().hugetlb_cma(3 * GIB).without("commands/kallsyms.txt")
+    node.set("proc/sys/kernel/osrelease", release)
+    audit = audit_of(node, tmp_path / "node")
+    assert status(run(LOG, audit=audit), "longterm-refused") == enomem
+    log = LOG.replace("Cannot allocate memory", "Bad address")
+    assert status(run(log, audit=audit), "longterm-refused") == efault
+
+
 def test_an_old_kernel_excludes_the_bug(tmp_path: Path) -> None:
     node = Node().hugetlb_cma(3 * GIB).driver("535.104.05").without("commands/kallsyms.txt")
     node.set("proc/sys/kernel/osrelease", "5.10.0-46-amd64\n")

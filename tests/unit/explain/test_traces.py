@@ -60,6 +60,46 @@ def test_a_gpu_address_and_a_huge_page_are_as_the_judge_has_them() -> None:
         assert layer in {one["cause"] for one in group["causes"] if one["status"] == "possible"}
 
 
+def possible(*returned: tuple[str, int]) -> list[str]:
+    """Return what a pasted trace leaves, in the order in which it is named."""
+    log = "".join(f"kretprobe:{name}: {value}\n" for name, value in returned)
+    (group,) = explain([("log", io.BytesIO(log.encode()))])["groups"]
+    return [one["cause"] for one in group["causes"] if one["status"] == "possible"]
+
+
+def test_peer_memory_is_named_before_a_page_fault() -> None:
+    """Where the address may be a GPU's, a missing nvidia-peermem is sooner looked up."""
+    (group,) = groups_of(CASES["a GPU address"][0])
+    named = [one["cause"] for one in group["causes"] if one["status"] == "possible"]
+    assert named == ["peer-memory", "bar-map", "page-fault", "longterm-refused"]
+
+
+MOVE = ["page-migration", "migration-target", "memory-cgroup"]
+
+
+@pytest.mark.parametrize(
+    ("inner", "due"),
+    [
+        # Nothing tells the kernel, nor how far the pin came: a huge page is refused from 5.12 to 6.5.
+        ([("ib_umem_get", -12)], [*MOVE, "umem-alloc", "longterm-refused"]),
+        ([("__gup_longterm_locked", -12), ("ib_umem_get", -12)], [*MOVE, "longterm-refused"]),
+        # Pages were found, and then looked at for the move: none was refused.
+        ([("check_and_migrate_movable_pages", -12), ("ib_umem_get", -12)], MOVE),
+        # 7.2 or later, by the name of the function.
+        ([("__ib_umem_get_va", -12)], [*MOVE, "umem-alloc"]),
+    ],
+)
+def test_a_huge_page_is_refused_where_the_kernel_can(inner: list[tuple[str, int]], due: list[str]) -> None:
+    inner.insert(len(inner) - 1, ("pin_user_pages_fast", -12))
+    assert possible(*inner, ("mlx5_ib_reg_user_mr", -12)) == due
+
+
+def test_another_kernel_s_call_in_the_text_says_nothing_of_this_one() -> None:
+    of_72 = (("__ib_umem_get_va", 1), ("rxe_reg_user_mr", 1))
+    failed = (("pin_user_pages_fast", -12), ("ib_umem_get", -12), ("mlx5_ib_reg_user_mr", -12))
+    assert "longterm-refused" in possible(*of_72, *failed)
+
+
 def test_a_driver_whose_own_pin_found_no_page_to_move_to_is_no_registration() -> None:
     """What fails is the pin of os_lock_user_pages, whatever made it fail."""
     log = "".join(

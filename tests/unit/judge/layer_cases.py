@@ -242,7 +242,12 @@ CASES = {
         REFUSED, "EFAULT", PIN_FAILED, buffer=vma("rw-s", "/var/tmp/f") | {"backing": "file"}
     ),
     "a huge page that the kernel does not try to move": case(
-        REFUSED, "ENOMEM", GUP_ENOMEM, before=state(CMA), after=state(CMA), buffer={"backing": "hugetlb"}
+        REFUSED,
+        "ENOMEM",
+        returns(("pin_user_pages_fast", -12), ("ib_umem_get", -12), ("rxe_reg_user_mr", -12)),
+        before=state(CMA),
+        after=state(CMA),
+        buffer={"backing": "hugetlb"},
     ),
     "a huge page where migration is hidden": case(
         UNDECIDED,

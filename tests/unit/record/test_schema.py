@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import fields
 from importlib import resources
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import record_builder as build
 
-from regrepro.judge import LAYERS, judge_record
+from regrepro.judge import judge_record
 from regrepro.record.events import EVENTS, CallTrace, Event, Header, PageRuns
 from regrepro.record.schema import schema_text, with_tables
 
@@ -143,14 +142,3 @@ def test_verdicts_that_contradict_themselves_are_refused(
     verdicts = judge_record(build.reproduced_record())
     verdicts["verdicts"][0] |= change
     assert not verdicts_schema.is_valid(verdicts)
-
-
-def test_schemas_and_documents_list_every_layer() -> None:
-    """judge/layer_table.py has a row for each, and no other."""
-    known = load("verdicts-1.json")["$defs"]["verdict"]["properties"]["layer"]["enum"]
-    assert [layer for layer in known if layer] == list(LAYERS)
-    group = load("explain-1.json")["properties"]["groups"]["items"]["properties"]
-    assert group["causes"]["items"]["properties"]["cause"]["enum"] == list(LAYERS)
-    text = (ROOT / "docs/verdicts.md").read_text(encoding="utf-8")
-    layers = text.split("## Layers")[1].split("\n## ")[0]
-    assert set(re.findall(r"^\| `([a-z-]+)` \|", layers, re.M)) == set(LAYERS)
