@@ -25,6 +25,7 @@ import click
 
 from regrepro import __version__
 from regrepro.errors import EXIT_USAGE, EnvironmentProblem, RegreproError, UsageError
+from regrepro.foreign import visible
 from regrepro.judge import judge_record, questions
 from regrepro.judge.names import names_of
 from regrepro.options import (
@@ -402,7 +403,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _complain(text: str, code: int) -> int:
     with contextlib.suppress(OSError):
-        print(f"regrepro: {text}", file=sys.stderr)
+        print(f"regrepro: {visible(text)}", file=sys.stderr)
     return code
 
 

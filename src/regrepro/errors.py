@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import errno
 
+from regrepro.foreign import visible
+
 # Where one number has several names, Python's table keeps whichever was defined last. These are the kernel's.
 _KERNEL_NAMES = {errno.EOPNOTSUPP: "EOPNOTSUPP", errno.EAGAIN: "EAGAIN", errno.EDEADLK: "EDEADLK"}
 
@@ -35,13 +37,13 @@ class RegreproError(Exception):
         super().__init__(str(self))
 
     def __str__(self) -> str:
-        """One line: what happened, why, what to do next."""
+        """One line, `visible`: what happened, why, what to do next."""
         line = self.what
         if self.why:
             line += f": {self.why}"
         if self.hint:
             line += f" ({self.hint})"
-        return " ".join(line.split())
+        return visible(" ".join(line.split()))
 
 
 class UsageError(RegreproError):

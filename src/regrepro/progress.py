@@ -6,6 +6,8 @@ import contextlib
 import sys
 from typing import Protocol, TextIO
 
+from regrepro.foreign import visible
+
 
 class Progress(Protocol):
     """Receives what happens. Each method gets a sentence or names, never a record."""
@@ -43,7 +45,7 @@ class Lines:
     def _write(self, text: str) -> None:
         # Nobody reading the progress any more is no reason to end the run.
         with contextlib.suppress(OSError, ValueError):
-            self._file.write(text)
+            self._file.write(visible(text, "\n"))
             self._file.flush()
 
     def say(self, text: str) -> None:

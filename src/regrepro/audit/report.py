@@ -5,7 +5,6 @@ a terminal.
 from __future__ import annotations
 
 import io
-import re
 import sys
 from typing import Any
 
@@ -13,12 +12,6 @@ from regrepro.audit.findings import size
 from regrepro.views.lines import PLAIN_WIDTH, Line, emit, width_of, wrap
 
 _SIZES = ("total", "free", "available", "cma-total", "cma-free", "kho-scratch")
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-
-
-def clean(text: str) -> str:
-    """Take control characters out of foreign text before it reaches a terminal."""
-    return _CONTROL.sub("?", text)
 
 
 def shorten(text: str, width: int) -> str:
@@ -120,7 +113,7 @@ def layout(result: dict[str, Any], width: int, *, with_facts: bool = True) -> li
     """Lay the audit out: facts, what the driver asks for, findings, verdict."""
     lines: list[Line] = []
     if with_facts:
-        lines += [[(f"Facts of {clean(result['where'])}", "bold")], []]
+        lines += [[(f"Facts of {result['where']}", "bold")], []]
         for group in dict.fromkeys(fact["group"] for fact in result["facts"]):
             lines.append([(f"  {group}", "bold")])
             for fact in result["facts"]:
@@ -132,30 +125,30 @@ def layout(result: dict[str, Any], width: int, *, with_facts: bool = True) -> li
     for finding in result["findings"]:
         lines.append([])
         mark = f"{MARKS[finding['severity']]:<{len(INDENT) - 2}}"
-        title = wrap(clean(finding["title"]), width, INDENT, first=INDENT, style="bold")
+        title = wrap(finding["title"], width, INDENT, first=INDENT, style="bold")
         lines.append(
             [("  ", ""), (mark, STYLES[finding["severity"]]), (title[0][0][0][len(INDENT) :], "bold")]
         )
         lines += title[1:]
-        lines += wrap(clean(finding["explanation"]), width, INDENT)
+        lines += wrap(finding["explanation"], width, INDENT)
         if finding["severity"] in ("exposed", "warning", "unknown"):
             for item in finding["evidence"]:
-                text = "- " + clean(shorten(evidence_text(item), 400))
+                text = "- " + shorten(evidence_text(item), 400)
                 lines += wrap(text, width, INDENT + "  ", first=INDENT, style="dim")
         if finding["fix"]:
-            lines += wrap("what to do: " + clean(finding["fix"]), width, INDENT)
+            lines += wrap("what to do: " + finding["fix"], width, INDENT)
     lines += [[], [("Verdict", "bold")]]
     for one in result["exposure"]:
         words, style = STATES[one["state"]]
         lines.append([(f"  {CLASSES[one['class']]}: ", ""), (words, style)])
-        lines += wrap(clean(one["reason"]), width, INDENT)
+        lines += wrap(one["reason"], width, INDENT)
     return lines
 
 
 def _fact(fact: dict[str, Any], width: int) -> list[Line]:
     name = fact["name"] + (" ~" if fact["how"] == "inferred" else "")
     style = "dim" if fact["value"] is None else ""
-    text = f"{clean(shorten(value_text(fact), 500))}  [{clean(fact['source'])}]"
+    text = f"{shorten(value_text(fact), 500)}  [{fact['source']}]"
     first = f"    {name:<{NAME_WIDTH - 4}} "
     return wrap(text, width, " " * (NAME_WIDTH + 1), first=first, style=style)
 
@@ -201,14 +194,14 @@ def driver_lines(driver: dict[str, Any]) -> list[str]:
             "get": "takes references without FOLL_LONGTERM",
             None: "not known",
         }[one["contract"]]
-        lines.append(f"  host pin: {words} ({one['how']}, {clean(one['source'])}: {clean(one['why'])})")
+        lines.append(f"  host pin: {words} ({one['how']}, {one['source']}: {one['why']})")
     if not driver["contracts"]:
         lines.append("  host pin: nothing to be said")
     source = driver["source"]
     if source:
         by_arch = ", ".join(f"{arch}: {answer}" for arch, answer in source["by_arch"].items())
         lines.append(f"  FOLL_LONGTERM in its source: {source['variant']} ({by_arch})")
-        lines += [f"  {clean(note)}" for note in source["notes"]]
+        lines += [f"  {note}" for note in source["notes"]]
     if driver["peermem"] and driver["peermem"]["value"]:
         lines.append(f"  nvidia-peermem: {driver['peermem']['value']} ({driver['peermem']['how']})")
     return lines

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from regrepro.errors import EXIT_REPRODUCED, EnvironmentProblem, UsageError
+from regrepro.foreign import visible
 from regrepro.options import format_size
 
 
@@ -59,7 +60,7 @@ def bundle(
     if check:
         wrong = check_bundle(run_dir)
         for text in wrong:
-            click.echo(text)
+            click.echo(visible(text))
         if not wrong:
             click.echo("whole, and the record gives the verdicts that it says")
         ctx.exit(EXIT_REPRODUCED if wrong else 0)
@@ -78,8 +79,8 @@ def bundle(
     click.echo(f"{target}: {len(made.files)} files, {format_size(len(data))}")
     for placeholder, original in made.redactor.originals():
         shown = original if len(original) <= 90 else original[:89] + "…"
-        click.echo(f"  {placeholder:<12} in the place of {shown}")
+        click.echo(f"  {placeholder:<12} in the place of {visible(shown)}")
     for name, why in sorted(made.left_out.items()):
-        click.echo(f"  left out: {name} ({why})")
+        click.echo(f"  left out: {visible(name)} ({visible(why)})")
     if made.redactor.enabled:
         click.echo("Private names that have neither form nor label cannot be found: look before you send it.")

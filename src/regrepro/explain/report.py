@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import io
-import re
 import sys
 from typing import Any
 
 from regrepro.explain.causes import IMPOSSIBLE, NOTHING_AGAINST
 from regrepro.views.lines import PLAIN_WIDTH, Line, emit, width_of, wrap
 
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 STYLES = {"decided": "bold green", "supported": "bold yellow", "possible": "", "impossible": "dim"}
 MARKS = {"decided": "it is", "supported": "hints", "possible": "can be", "impossible": "cannot be"}
-
-
-def clean(text: str) -> str:
-    """Take control characters out of foreign text before it reaches a terminal."""
-    return _CONTROL.sub("?", text)
 
 
 def ranges(numbers: list[int]) -> str:
@@ -43,7 +36,7 @@ def _some(names: list[str], limit: int = 8) -> str:
 def layout(result: dict[str, Any], width: int) -> list[Line]:
     """Lay it out: each group with its causes, then what else the text says."""
     lines: list[Line] = []
-    names = clean(_some(result["files"]))
+    names = _some(result["files"])
     if not result["groups"]:
         lines += wrap(f"No failed memory registration in {names}.", width)
     for number, group in enumerate(result["groups"], 1):
@@ -55,8 +48,8 @@ def layout(result: dict[str, Any], width: int) -> list[Line]:
         lines.append([("Also in the text, and no failed registration", "bold")])
         for one in result["remarks"]:
             text = f"{one['count']} x {one['kind']}: {one['why']}"
-            lines += wrap(clean(text), width, "      ", first="  - ")
-            sample = clean("{file}:{line}: {text}".format(**one["sample"]))
+            lines += wrap(text, width, "      ", first="  - ")
+            sample = "{file}:{line}: {text}".format(**one["sample"])
             lines += wrap(sample, width, "        ", first="      ", style="dim")
     if result["more_groups"]:
         lines.append([(f"{result['more_groups']} further failures of other kinds are not shown", "")])
@@ -69,29 +62,29 @@ def _group(number: int, group: dict[str, Any], width: int) -> list[Line]:
     errno = group["errno"] or "an errno that is not told"
     buffer = {"host": "host memory", "gpu": "GPU memory", None: "not told"}[group["buffer"]]
     times = "once" if group["count"] == 1 else f"{group['count']} times"
-    lines: list[Line] = [[(f"{number}. {clean(group['call'])} failed with {errno}, {times}", "bold")]]
+    lines: list[Line] = [[(f"{number}. {group['call']} failed with {errno}, {times}", "bold")]]
     details = [f"told by {', '.join(group['tools'])}", f"buffer: {buffer}"]
     details += [f"ranks {ranges(group['ranks'])}"] if group["ranks"] else []
-    details += [f"{name} {clean(_some(group[name]))}" for name in ("hosts", "devices") if group[name]]
+    details += [f"{name} {_some(group[name])}" for name in ("hosts", "devices") if group[name]]
     lengths = _some([str(one) for one in group["lengths"]], 4)
     details += [f"lengths {lengths} bytes"] if lengths else []
     lines += wrap("; ".join(details), width, "   ")
     first = group["first"]
     if first:
-        sample = clean(f"{first['file']}:{first['line']}: {group['samples'][0]['text']}")
+        sample = f"{first['file']}:{first['line']}: {group['samples'][0]['text']}"
         lines += wrap(sample, width, "     ", first="   ", style="dim")
     for note in group["notes"]:
-        lines += wrap(clean(f"note: {note}"), width, "     ", first="   ")
+        lines += wrap(f"note: {note}", width, "     ", first="   ")
     closed = []
     for cause in group["causes"]:
         if cause["status"] == IMPOSSIBLE:
-            closed.append(f"{cause['cause']} ({clean(cause['why'])})")
+            closed.append(f"{cause['cause']} ({cause['why']})")
             continue
         mark = f"   {MARKS[cause['status']]:<7} "
         body = wrap(f"{cause['cause']}: {cause['title']}", width, " " * 11, first=mark)
         lines += [[(text, STYLES[cause["status"]]) for text, _ in line] for line in body]
         if cause["why"] != NOTHING_AGAINST:
-            lines += wrap(clean(cause["why"]), width, " " * 13, first=" " * 11 + "- ")
+            lines += wrap(cause["why"], width, " " * 13, first=" " * 11 + "- ")
         lines += wrap(f"next: {cause['command']}", width, " " * 17, first=" " * 11)
     if closed:
         lines += wrap("cannot be: " + "; ".join(closed), width, "     ", first="   ", style="dim")

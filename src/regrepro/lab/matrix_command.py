@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from regrepro.cli import Size
+from regrepro.foreign import visible
 from regrepro.lab import matrix as engine
 from regrepro.lab.settings import ACCEL_CHOICES
 from regrepro.options import PLACE_CHOICES
@@ -157,6 +158,7 @@ class _Progress:
 
     def say(self, text: str) -> None:
         """Tell a line."""
+        text = visible(text)
         if self._quiet:
             return
         if self._bar is not None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from regrepro import __version__
 from regrepro.errors import UsageError
+from regrepro.foreign import visible_value
 from regrepro.record.events import SCHEMA
 from regrepro.record.writer import FILE_NAME
 
@@ -53,8 +54,8 @@ def read_record(path: str | os.PathLike[str]) -> Record:
     """Read a record: a run directory or the file itself.
 
     A cut last line (the writer was killed), a line that is no JSON and a gap in `seq` are told in `problems`;
-    keys and event types that are not known are kept. Raises `UsageError` for what is no record or has another
-    schema.
+    keys and event types that are not known are kept. Texts are made `visible`. Raises `UsageError` for what
+    is no record or has another schema.
     """
     file = record_path(path)
     try:
@@ -154,6 +155,9 @@ def _resolve(events: list[dict[str, Any]], problems: list[str]) -> None:
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
         value = json.loads(line)
+        # What a text may hide is written as an escape, or in bytes that are no ASCII, or is DEL.
+        if b"\\" in line or b"\x7f" in line or not line.isascii():
+            value = visible_value(value)
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None

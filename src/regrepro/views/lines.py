@@ -11,6 +11,8 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import TextIO
 
+from regrepro.foreign import visible
+
 Segment = tuple[str, str]
 """A text and a style of rich's, or an empty style."""
 Line = list[Segment]
@@ -63,8 +65,9 @@ def columns(head: Sequence[str], rows: Sequence[Sequence[Segment]]) -> list[Line
 
 
 def emit(lines: Iterable[Line], out: TextIO | None = None) -> None:
-    """Write the lines. It never fails for what the stream cannot encode."""
+    """Write the lines, `visible`. It never fails for what the stream cannot encode."""
     out = out or sys.stdout
+    lines = [[(visible(text), style) for text, style in line] for line in lines]
     if is_terminal(out):
         try:
             from rich.console import Console

@@ -6,10 +6,12 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
+from regrepro.foreign import visible
+
 
 def md(text: object, *, code: bool = False) -> str:
     """Return text that Markdown shows as it is, on one line; with `code`, backticks keep their meaning."""
-    line = " ".join(str(text).split())
+    line = visible(" ".join(str(text).split()))
     if code and line.count("`") % 2 == 0:
         return "".join(
             part if part.startswith("`") else _escaped(part) for part in re.split(r"(`[^`]*`)", line)
@@ -35,7 +37,7 @@ def md_table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str
 
 def html(text: object) -> str:
     """Return text that HTML shows as it is."""
-    return escape(str(text))
+    return escape(visible(str(text), "\n"))
 
 
 def html_table(head: Iterable[str], rows: Iterable[Sequence[str]], kind: str = "") -> str:

@@ -29,7 +29,6 @@ from regrepro.watch.later_looks import CaughtFailure
 from regrepro.watch.process import Process
 from regrepro.watch.run_directories import RunDirectories
 from regrepro.watch.sinks.prometheus import PrometheusSink, text_of
-from regrepro.watch.sinks.terminal import printable
 from regrepro.watch.watch_settings import WatchSettings
 
 Make = Callable[..., Surroundings]
@@ -158,8 +157,16 @@ def test_the_terminal_has_a_line_a_failure(surroundings: Make, capsys: pytest.Ca
             assert all("python3 (6, rank 5): so it was [out/failure-1]" in text for text in lines)
 
 
-def test_names_cannot_do_anything_to_a_terminal() -> None:
-    assert printable("a\nFAKE\x1b[2Jü\u202e") == "a?FAKE?[2Jü?"
+def test_a_name_cannot_forge_a_line_of_the_terminal(
+    surroundings: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made, one = Sinks(sinks.SINKS[2:], surroundings()), item()
+    one.evidence.process.facts["rank"] = {"RANK": "5) : ok\n14:02:11 class B, proven: FORGED\x1b[2J\u202e"}
+    made.take(Caught(one, VERDICT, False))
+    made.take(Notice("a\nFORGED\x1b[2J", "lost", {}))
+    shown = capsys.readouterr()
+    assert r"rank 5) : ok\n14:02:11 class B, proven: FORGED\x1b[2J\u202e" in shown.out
+    assert len(shown.out.splitlines()) == 1 and shown.err == "regrepro watch: a\\nFORGED\\x1b[2J\n"
 
 
 def test_metrics_are_text_that_prometheus_reads(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+from regrepro.foreign import visible
 from regrepro.watch.happenings import Caught, Happening, Notice, Proven, Surroundings
 from regrepro.watch.later_looks import CaughtFailure
 
@@ -28,7 +29,7 @@ class TerminalSink:
             if self._settings.as_json:
                 print(json.dumps(self._as_json(happening.item, happening.verdict)), flush=True)
             elif not self._settings.quiet:
-                print(self._in_words(happening.item, happening.verdict), flush=True)
+                print(visible(self._in_words(happening.item, happening.verdict)), flush=True)
 
     def _as_json(self, item: CaughtFailure, verdict: Mapping[str, Any]) -> dict[str, Any]:
         failure, seen = item.failure, item.evidence
@@ -52,7 +53,7 @@ class TerminalSink:
     def _in_words(self, item: CaughtFailure, verdict: Mapping[str, Any]) -> str:
         failure, rank = item.failure, item.evidence.process.facts.get("rank") or {}
         number = rank.get("RANK") or rank.get("OMPI_COMM_WORLD_RANK") or rank.get("SLURM_PROCID")
-        who = f"{printable(failure.comm)} ({failure.pid}{f', rank {number}' if number else ''})"
+        who = f"{failure.comm} ({failure.pid}{f', rank {number}' if number else ''})"
         place = f"{self._directories.path.name}/{item.name}"
         return f"{time.strftime('%H:%M:%S')} {who}: {verdict.get('reason')} [{place}]"
 
@@ -60,9 +61,4 @@ class TerminalSink:
 def say_on_stderr(text: str) -> None:
     """Tell a person, and the journal of systemd, what goes on."""
     with suppress(OSError):
-        print(f"regrepro watch: {printable(text)}", file=sys.stderr, flush=True)
-
-
-def printable(text: str) -> str:
-    """Return a text without what would do anything to a terminal: names are anybody's."""
-    return "".join(sign if sign.isprintable() else "?" for sign in text)
+        print(f"regrepro watch: {visible(text)}", file=sys.stderr, flush=True)
