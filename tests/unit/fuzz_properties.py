@@ -18,7 +18,7 @@ from audit_nodes import Node
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
-from regrepro.audit import archive, driversource, facts, findings, nldev, parse, places
+from regrepro.audit import archive, driversource, nldev, parse, places, subjects
 from regrepro.audit.driver import of_verdicts, resolve
 from regrepro.audit.reader import FolderReader, TextReader
 from regrepro.errors import RegreproError
@@ -150,16 +150,16 @@ def bug_report(value: str) -> None:
         reader = places.bug_report("_" * 44 + "\n\n*** /proc/meminfo\n" + value, "report")
     except RegreproError:
         return
-    facts.collect(reader)
+    subjects.collect(reader)
 
 
 def node(files: dict[str, str]) -> None:
     """Any set of captured files gives facts and findings."""
     outputs = {Path(name).stem: value for name, value in files.items()}
     reader = TextReader(files, "x", outputs=outputs)
-    sheet = facts.collect(reader)
+    sheet = subjects.collect(reader)
     answer = resolve(reader, sheet)
-    found, exposures = findings.find(sheet, answer.contract, answer.peermem, driver=answer.version)
+    found, exposures = subjects.find(sheet, answer.contract, answer.peermem, driver=answer.version)
     json.dumps([one.as_dict() for one in found])
     assert {one.name for one in exposures} == {"A", "B"}
 
@@ -198,8 +198,8 @@ def runs(values: list[Any]) -> None:
             reader = places.run_reader(Path(folder), record)
         except RegreproError:
             return
-        sheet = facts.collect(reader)
-        findings.find(sheet, None, None, driver=None)
+        sheet = subjects.collect(reader)
+        subjects.find(sheet, None, None, driver=None)
     of_verdicts(json.dumps({"verdicts": values}), "x")
 
 

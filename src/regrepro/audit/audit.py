@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from regrepro import __version__
-from regrepro.audit import facts, findings
+from regrepro.audit import subjects
 from regrepro.audit.driver import resolve
+from regrepro.audit.finding import EXPOSED, NOT_EXPOSED, UNKNOWN
 from regrepro.audit.reader import Reader
+from regrepro.audit.subjects.memory import likelihood, per_node
 from regrepro.errors import EXIT_DECIDED, EXIT_REPRODUCED, EXIT_UNDECIDED
 
 SCHEMA = "regrepro.audit/1"
@@ -27,11 +29,11 @@ def audit(
 
     Raises UsageError where --driver or --driver-source cannot be read; nothing else is an error.
     """
-    sheet = facts.collect(reader)
+    sheet = subjects.collect(reader)
     answer = resolve(
         reader, sheet, version=driver, source=driver_source, headers=headers, arch=arch, runs=runs
     )
-    found, exposures = findings.find(sheet, answer.contract, answer.peermem, driver=answer.version)
+    found, exposures = subjects.find(sheet, answer.contract, answer.peermem, driver=answer.version)
     return {
         "schema": SCHEMA,
         "version": __version__,
@@ -39,8 +41,8 @@ def audit(
         "live": reader.live,
         "facts": [fact.as_dict() for fact in sheet.facts],
         "driver": answer.as_dict(),
-        "likelihood": findings.likelihood(sheet),
-        "nodes": findings.per_node(sheet),
+        "likelihood": likelihood(sheet),
+        "nodes": per_node(sheet),
         "findings": [finding.as_dict() for finding in found],
         "exposure": [exposure.as_dict() for exposure in exposures],
         "state": overall([exposure.state for exposure in exposures]),
@@ -49,17 +51,17 @@ def audit(
 
 def overall(states: list[str]) -> str:
     """Exposed to any, else unknown where one is unknown, else not exposed."""
-    for state in (findings.EXPOSED, findings.UNKNOWN):
+    for state in (EXPOSED, UNKNOWN):
         if state in states:
             return state
-    return findings.NOT_EXPOSED
+    return NOT_EXPOSED
 
 
 def exit_code(result: dict[str, Any], classes: tuple[str, ...] = ("A", "B")) -> int:
     """0 not exposed, 10 exposed, 125 cannot tell, of the classes that are asked about."""
     state = overall([one["state"] for one in result["exposure"] if one["class"] in classes])
     return {
-        findings.EXPOSED: EXIT_REPRODUCED,
-        findings.UNKNOWN: EXIT_UNDECIDED,
-        findings.NOT_EXPOSED: EXIT_DECIDED,
+        EXPOSED: EXIT_REPRODUCED,
+        UNKNOWN: EXIT_UNDECIDED,
+        NOT_EXPOSED: EXIT_DECIDED,
     }[state]

@@ -9,10 +9,10 @@ from typing import Any
 
 from regrepro.audit import driversource
 from regrepro.audit.catalogue import OBSERVED, UNKNOWN, Contract, Property, contract, load, look_up
-from regrepro.audit.findings import stock_of
 from regrepro.audit.places import run_reader
 from regrepro.audit.reader import Reader
 from regrepro.audit.sheet import Sheet
+from regrepro.audit.subjects.system import stock_of
 from regrepro.errors import RegreproError
 from regrepro.kernel.release import kernel_series
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -44,6 +45,16 @@ class Text:
     def value(self) -> str | None:
         """The text without white space at its ends and without NULs, or None."""
         return self.text.replace("\0", " ").strip() if self.text is not None else None
+
+    @property
+    def number(self) -> int | None:
+        """The count that the text is, or None."""
+        return int(self.value) if self.value and re.fullmatch(r"\d{1,20}", self.value) else None
+
+    @property
+    def signed(self) -> int | None:
+        """The small whole number that the text is, such as a NUMA node's, -1 for none; or None."""
+        return int(self.value) if self.value and re.fullmatch(r"-?\d{1,6}", self.value) else None
 
 
 class Reader:

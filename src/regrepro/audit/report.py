@@ -8,7 +8,7 @@ import io
 import sys
 from typing import Any
 
-from regrepro.audit.findings import size
+from regrepro.audit.finding import size
 from regrepro.views.lines import PLAIN_WIDTH, Line, emit, width_of, wrap
 
 _SIZES = ("total", "free", "available", "cma-total", "cma-free", "kho-scratch")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from regrepro.audit import parse
+from regrepro.audit.reader import Text
 
 OBSERVED = "observed"
 INFERRED = "inferred"
@@ -23,14 +26,7 @@ class Fact:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fact in the shape of the schema audit-1."""
-        return {
-            "group": self.group,
-            "name": self.name,
-            "value": self.value,
-            "how": self.how,
-            "source": self.source,
-            "why": self.why,
-        }
+        return asdict(self)
 
 
 @dataclass
@@ -48,6 +44,11 @@ class Sheet:
             why = why or "not captured"
         self.facts.append(Fact(group, name, value, how, source, why if how != OBSERVED else ""))
 
+    def state(self, group: str, name: str, text: Text, value: Any) -> None:
+        """State what was made of a text: the value, or why there is none."""
+        why = text.why if text.text is None else "the text has another shape than expected"
+        self.add(group, name, None if text.text is None else value, text.source, why=why)
+
     def get(self, group: str, name: str) -> Fact | None:
         """Return a fact, or None where nothing was stated."""
         return next((fact for fact in self.facts if fact.group == group and fact.name == name), None)
@@ -61,3 +62,14 @@ class Sheet:
         """Return where a fact was read."""
         fact = self.get(group, name)
         return fact.source if fact else ""
+
+    def evidence(self, group: str, *names: str) -> list[dict[str, Any]]:
+        """Return facts as evidence of a finding."""
+        return [
+            {"what": f"{group}/{name}", "value": self.value(group, name), "source": self.source(group, name)}
+            for name in names
+        ]
+
+    def boot_arguments(self) -> dict[str, list[str]]:
+        """Return the boot arguments: name → values, in their order."""
+        return parse.boot_arguments(self.value("system", "boot-arguments", ""))
