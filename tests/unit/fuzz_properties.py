@@ -11,6 +11,7 @@ import io
 import json
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from audit_nodes import Node
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
-from regrepro.audit import archive, driversource, nldev, parse, places, subjects
+from regrepro.audit import archive, driversource, parse, places, subjects
 from regrepro.audit.driver import of_verdicts, resolve
 from regrepro.audit.reader import FolderReader, TextReader
 from regrepro.errors import RegreproError
@@ -26,6 +27,8 @@ from regrepro.explain import formats, text, traces
 from regrepro.explain.explain import Explainer
 from regrepro.explain.report import plain
 from regrepro.explain.scan import Needles, read
+from regrepro.kernel import netlink, zones
+from regrepro.kernel.pageblocks import parse_pagetypeinfo
 from regrepro.kernel.release import kernel_series, stock_series
 
 HERE = Path(__file__).parent
@@ -103,11 +106,12 @@ TREE = st.dictionaries(
 
 def kernel_files(value: str) -> None:
     """Every parser of a kernel file takes any text."""
-    parse.memparse(value)
+    zones.memparse(value)
     parse.boot_arguments(value)
-    parse.meminfo(value)
-    parse.zoneinfo(value)
-    parse.pagetypeinfo(value)
+    zones.parse_meminfo(value)
+    zones.parse_zoneinfo(value)
+    with suppress(ValueError):
+        parse_pagetypeinfo(value)
     parse.limits(value)
     parse.status(value)
     parse.choice(value)
@@ -129,8 +133,8 @@ def binaries(value: bytes) -> None:
     """Parsers of binary data take any bytes."""
     parse.pci_capabilities(value)
     parse.pci_acs(value)
-    nldev.parse(value)
-    list(nldev.attributes(value))
+    for _, body in netlink.messages(value):
+        dict(netlink.attributes(body))
     archive.kind(value)
     driversource.payload(b"#!/bin/sh\nskip=3\n" + value)
     driversource.payload(value)

@@ -8,20 +8,6 @@ import re
 import shlex
 from typing import Any
 
-_UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40, "P": 50, "E": 60}
-_SIZE = re.compile(r"(0[xX][0-9a-fA-F]+|[0-9]+)([KMGTPEkmgtpe]?)")
-_NUMBER = re.compile(r"[0-9]{1,24}")
-
-
-def memparse(text: str) -> int | None:
-    """Read a size as the kernel's `memparse` does (lib/cmdline.c): `6G`, `0x4000`, `512M@4G` is 512M. In
-    bytes.
-    """
-    match = _SIZE.match(text.strip())
-    if match is None:
-        return None
-    return int(match[1], 0 if match[1][:2] in ("0x", "0X") else 10) << _UNITS[match[2].upper()]
-
 
 def boot_arguments(cmdline: str) -> dict[str, list[str]]:
     """Return the boot arguments as name → values in order (a flag without `=` has the value "").
@@ -39,84 +25,6 @@ def boot_arguments(cmdline: str) -> dict[str, list[str]]:
         name, _, value = word.partition("=")
         found.setdefault(name.replace("-", "_"), []).append(value)
     return found
-
-
-def meminfo(text: str) -> dict[str, int]:
-    """Read /proc/meminfo. In bytes; plain counts (HugePages_*) as they are."""
-    found = {}
-    for line in text.splitlines():
-        match = re.match(r"\s*(?:Node \d+ )?([A-Za-z0-9_()]+):\s+(\d{1,20})( kB)?\s*$", line)
-        if match:
-            found[match[1]] = int(match[2]) * (1024 if match[3] else 1)
-    return found
-
-
-def zoneinfo(text: str) -> list[dict[str, Any]]:
-    """Read /proc/zoneinfo: a list of `{node, zone, free, spanned, present, managed, cma, free_cma, …}`
-    in pages.
-
-    `cma` is the zone's count of CMA pages (since 5.11; None before), `free_cma` its free ones.
-    """
-    zones: list[dict[str, Any]] = []
-    zone: dict[str, Any] | None = None
-    for line in text.splitlines():
-        head = re.match(r"Node (\d{1,6}), zone\s+(\S+)", line)
-        if head:
-            zone = {
-                "node": int(head[1]),
-                "zone": head[2],
-                "free": None,
-                "min": None,
-                "low": None,
-                "high": None,
-                "spanned": None,
-                "present": None,
-                "managed": None,
-                "cma": None,
-                "free_cma": None,
-                "start_pfn": None,
-            }
-            zones.append(zone)
-            continue
-        if zone is None:
-            continue
-        words = line.replace(":", " ").split()
-        if words[:2] == ["pages", "free"]:
-            words = words[1:]
-        if len(words) != 2 or not _NUMBER.fullmatch(words[1]):
-            continue
-        name = "free_cma" if words[0] == "nr_free_cma" else words[0]
-        # The first of each name counts: "high" and "min" come again among the per-CPU page sets.
-        if name in zone and name not in ("node", "zone") and zone[name] is None:
-            zone[name] = int(words[1])
-    return zones
-
-
-def pagetypeinfo(text: str) -> tuple[list[dict[str, Any]], int | None]:
-    """Read /proc/pagetypeinfo: ([{node, zone, blocks: {type: count}}], page block order or None)."""
-    order = None
-    found: list[dict[str, Any]] = []
-    types: list[str] = []
-    for line in text.splitlines():
-        match = re.match(r"Page block order:\s*(\d{1,3})\s*$", line)
-        if match:
-            order = int(match[1])
-            continue
-        if line.startswith("Number of blocks type"):
-            types = line[len("Number of blocks type") :].split()
-            continue
-        match = re.match(r"Node (\d{1,6}), zone\s+(\S+)((?:\s+\d{1,18})+)\s*$", line)
-        if match and types:
-            counts = [int(number) for number in match[3].split()]
-            if len(counts) == len(types):
-                found.append(
-                    {
-                        "node": int(match[1]),
-                        "zone": match[2],
-                        "blocks": dict(zip(types, counts, strict=True)),
-                    }
-                )
-    return found, order
 
 
 def limits(text: str) -> dict[str, tuple[int | None, int | None]]:

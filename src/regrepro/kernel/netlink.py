@@ -14,15 +14,16 @@ import struct
 from collections.abc import Iterator
 
 _REQUEST, _ACK, _EXCL, _CREATE, _DUMP = 0x1, 0x4, 0x200, 0x400, 0x300
-_NLMSG_ERROR = 2
+_NLMSG_ERROR, _NLMSG_DONE = 2, 3
 _RTM_NEWLINK, _RTM_NEWADDR = 16, 20
 _IFLA_IFNAME, _IFLA_LINKINFO, _IFLA_INFO_KIND = 3, 18, 1
 _IFA_ADDRESS, _IFA_LOCAL = 1, 2
 _IFF_UP = 1
 _RDMA = 20  # NETLINK_RDMA
 _NLDEV = 5 << 10  # RDMA_NL_NLDEV
-_GET, _NEWLINK, _DELLINK = 1, 3, 4
+_GET, _NEWLINK, _DELLINK, _RES_GET = 1, 3, 4, 9
 _DEV_INDEX, _DEV_NAME, _NDEV_NAME, _LINK_TYPE = 1, 2, 51, 65
+_RES_SUMMARY, _RES_ENTRY, _RES_NAME, _RES_COUNT = 15, 16, 17, 18
 _SECONDS = 30  # that an answer may take
 
 
@@ -96,18 +97,54 @@ def new_soft_roce(name: str, netdev: str) -> None:
     _ask(_RDMA, _NLDEV + _NEWLINK, 0, link, f"soft-RoCE device {name}")
 
 
-def rdma_index(name: str) -> int:
-    """Return the index of an RDMA device. Raises OSError (ENODEV)."""
+def _dump(kind: int) -> Iterator[dict[int, bytes]]:
+    """Yield the attributes of each RDMA device that the kernel answers a dump with. Raises OSError."""
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _RDMA) as channel:
         channel.bind((0, 0))
         channel.settimeout(_SECONDS)
-        channel.send(message(_NLDEV + _GET, _DUMP, b""))
-        answer = channel.recv(1 << 16)
-    for kind, body in messages(answer):
-        found = dict(attributes(body)) if kind == _NLDEV + _GET else {}
-        if found.get(_DEV_NAME, b"").rstrip(b"\0") == name.encode():
+        channel.send(message(_NLDEV + kind, _DUMP, b""))
+        while True:
+            answer = channel.recv(1 << 18)
+            for its_kind, body in messages(answer):
+                if its_kind == _NLMSG_ERROR:
+                    number = -int(struct.unpack_from("=i", body)[0]) if len(body) >= 4 else errno.EIO
+                    raise OSError(number, os.strerror(number))
+                if its_kind == _NLDEV + kind:
+                    yield dict(attributes(body))
+            if not answer or any(its_kind == _NLMSG_DONE for its_kind, _ in messages(answer)):
+                return
+
+
+def _text(value: bytes) -> str:
+    return value.rstrip(b"\0").decode(errors="replace")
+
+
+def rdma_index(name: str) -> int:
+    """Return the index of an RDMA device. Raises OSError (ENODEV)."""
+    for found in _dump(_GET):
+        if _text(found.get(_DEV_NAME, b"")) == name:
             return int(struct.unpack("=I", found[_DEV_INDEX])[0])
     raise OSError(errno.ENODEV, f"{name}: {os.strerror(errno.ENODEV)}")
+
+
+def rdma_resources() -> dict[str, dict[str, int]]:
+    """Return what each RDMA device has in use, as `rdma resource show` prints it: {mr, qp, pd, …}. No
+    privilege is needed. Raises OSError.
+    """
+    return {
+        _text(found[_DEV_NAME]): _resources(found.get(_RES_SUMMARY, b""))
+        for found in _dump(_RES_GET)
+        if _DEV_NAME in found
+    }
+
+
+def _resources(summary: bytes) -> dict[str, int]:
+    entries = (dict(attributes(entry)) for kind, entry in attributes(summary) if kind == _RES_ENTRY)
+    return {
+        _text(entry[_RES_NAME]): struct.unpack_from("=Q", entry[_RES_COUNT])[0]
+        for entry in entries
+        if _RES_NAME in entry and len(entry.get(_RES_COUNT, b"")) >= 8
+    }
 
 
 def delete_rdma(index: int) -> None:

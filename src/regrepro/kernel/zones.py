@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,48 +47,38 @@ class Zone:
         return self.present > 0 and self.start_pfn is not None
 
 
-_ZONE_LINE = re.compile(r"Node (\d+), zone\s+(\S+)")
-# Lines of zoneinfo_show_print() (mm/vmstat.c) and the attribute that each fills.
-_FIELDS = {
-    "min": "min",
-    "low": "low",
-    "high": "high",
-    "spanned": "spanned",
-    "present": "present",
-    "managed": "managed",
-    "cma": "cma",
-    "nr_free_cma": "free_cma",
-}
+_ZONE_LINE = re.compile(r"Node (\d{1,6}), zone\s+(\S+)")
+# Words of zoneinfo_show_print() (mm/vmstat.c) that another name is kept by.
+_ZONE_NAMES = {"nr_free_cma": "free_cma"}
+_ZONE_COUNTS = ("free", "min", "low", "high", "spanned", "present", "managed", "cma", "free_cma", "start_pfn")
+
+
+def zone_counts(text: str) -> Iterator[tuple[int, str, dict[str, int]]]:
+    """Yield node, name and counts (pages) of each zone of /proc/zoneinfo, empty ones too; what is not
+    told, or has another shape, is left out. `free_pages_per_cpu` is the sum of the per-CPU lists.
+    """
+    for part in re.split(r"^(?=Node \d)", text, flags=re.M):
+        header = _ZONE_LINE.match(part)
+        if not header:
+            continue
+        counts: dict[str, int] = {}
+        for line in part.splitlines()[1:]:
+            words = line.replace(":", " ").split()
+            words = words[1:] if words[:2] == ["pages", "free"] else words
+            if len(words) != 2 or not re.fullmatch(r"[0-9]{1,24}", words[1]):
+                continue
+            name, number = _ZONE_NAMES.get(words[0], words[0]), int(words[1])
+            if name == "count":
+                counts["free_pages_per_cpu"] = counts.get("free_pages_per_cpu", 0) + number
+            elif name in _ZONE_COUNTS:
+                # The first of each name: "high" and "min" come again among the per-CPU lists.
+                counts.setdefault(name, number)
+        yield int(header[1]), header[2], counts
 
 
 def parse_zoneinfo(text: str) -> list[Zone]:
     """Parse /proc/zoneinfo: every zone of every online node, empty ones too."""
-    zones: list[Zone] = []
-    zone: Zone | None = None
-    in_pagesets = False
-    for line in text.splitlines():
-        header = _ZONE_LINE.match(line)
-        if header:
-            zone = Zone(int(header[1]), header[2])
-            zones.append(zone)
-            in_pagesets = False
-            continue
-        if zone is None:
-            continue
-        words = line.replace(":", " ").split()
-        if words[:2] == ["pages", "free"]:
-            zone.free = int(words[2])
-        elif words and words[0] == "pagesets":
-            in_pagesets = True
-        elif words and words[0] == "start_pfn":
-            zone.start_pfn = int(words[1])
-        elif in_pagesets:
-            # The per-CPU lists have fields of the same names ("high"); only "count" is of interest.
-            if len(words) == 2 and words[0] == "count":
-                zone.free_pages_per_cpu += int(words[1])
-        elif len(words) == 2 and words[0] in _FIELDS and words[1].isdigit():
-            setattr(zone, _FIELDS[words[0]], int(words[1]))
-    return zones
+    return [Zone(node, name, **counts) for node, name, counts in zone_counts(text)]
 
 
 def read_zones() -> list[Zone]:
@@ -107,14 +96,10 @@ def layout_of(zones: Iterable[Zone]) -> set[tuple[int, str, int | None, int, int
 
 
 def parse_meminfo(text: str) -> dict[str, int]:
-    """Parse /proc/meminfo: bytes by name (plain numbers for the lines without a unit)."""
-    values = {}
-    for line in text.splitlines():
-        name, _, rest = line.partition(":")
-        words = rest.split()
-        if words and words[0].isdigit():
-            values[name] = int(words[0]) * (1024 if len(words) > 1 else 1)
-    return values
+    """Parse /proc/meminfo, or a node's: bytes by name (plain numbers for the lines without a unit)."""
+    pattern = r"^\s*(?:Node \d+ )?([A-Za-z0-9_()]+):\s+(\d{1,20})( kB)?\s*$"
+    found = re.findall(pattern, text, re.M | re.A)
+    return {name: int(number) * (1024 if unit else 1) for name, number, unit in found}
 
 
 def read_meminfo() -> dict[str, int]:
@@ -200,13 +185,12 @@ def cma_areas_of_debugfs() -> list[CmaArea]:
     return areas
 
 
-def kernel_log(limit: int = 1 << 22) -> list[str] | None:
-    """Return the lines of the kernel's log buffer, None where it cannot be read (kernel.dmesg_restrict)."""
-    try:
-        fd = os.open(KMSG, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
-        return None
-    lines: list[str] = []
+def kernel_messages(limit: int = 1 << 22) -> list[tuple[float, str]]:
+    """Return (seconds since boot, text) of what is in the kernel's log buffer. Raises OSError where it
+    cannot be read (kernel.dmesg_restrict).
+    """
+    fd = os.open(KMSG, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    found: list[tuple[float, str]] = []
     total = 0
     try:
         while total < limit:
@@ -214,29 +198,46 @@ def kernel_log(limit: int = 1 << 22) -> list[str] | None:
                 record = os.read(fd, 8192)
             except BlockingIOError:
                 break
-            except OSError as error:
-                if error.errno == errno.EPIPE:  # overwritten while we read
-                    continue
-                return lines or None
+            except BrokenPipeError:  # overwritten while we read: the next one is still there
+                continue
             if not record:
                 break
             total += len(record)
-            text = record.decode(errors="replace").split("\n", 1)[0]
-            lines.append(text.split(";", 1)[-1])
+            head, _, text = record.decode(errors="replace").split("\n", 1)[0].partition(";")
+            fields = head.split(",")
+            stamp = fields[2] if len(fields) > 2 else ""
+            found.append((int(stamp) / 1e6 if stamp.isdecimal() else 0.0, text))
     finally:
         os.close(fd)
-    return lines
+    return found
 
 
-_SIZE_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40, "P": 1 << 50, "E": 1 << 60}
+def kernel_log() -> list[str] | None:
+    """Return the lines of the kernel's log buffer, None where it cannot be read."""
+    try:
+        return [text for _, text in kernel_messages()]
+    except OSError:
+        return None
+
+
+_SIZE_UNITS = "KMGTPE"
+_SIZE = re.compile(r"(0[xX][0-9a-fA-F]+|[0-9]+)([KMGTPEkmgtpe]?)")
+
+
+def memparse(text: str) -> int | None:
+    """Read a size as the kernel's memparse() does (lib/cmdline.c), in bytes: "6G", "0x4000"; of "512M@4G" the
+    beginning. None where it does not begin with a number.
+    """
+    found = _SIZE.match(text.strip())
+    if not found:
+        return None
+    shift = 10 * (_SIZE_UNITS.index(found[2].upper()) + 1) if found[2] else 0
+    return int(found[1], 16 if found[1][:2] in ("0x", "0X") else 10) << shift
 
 
 def parse_size(text: str) -> int | None:
-    """Read a size as the kernel's memparse() does ("512M", "0x20000000"); None for anything else."""
-    found = re.fullmatch(r"(0[xX][0-9a-fA-F]+|\d+)([KMGTPE]?)", text.strip(), re.IGNORECASE)
-    if not found:
-        return None
-    return int(found[1], 16 if found[1][:2] in ("0x", "0X") else 10) * _SIZE_UNITS[found[2].upper()]
+    """Read a size that is nothing else ("512M", "0x20000000"); None for anything more."""
+    return memparse(text) if _SIZE.fullmatch(text.strip()) else None
 
 
 def parse_cma_lines(lines: Iterable[str]) -> list[tuple[int, int]]:

@@ -12,6 +12,7 @@ from regrepro.audit import parse
 from regrepro.audit.finding import Finding, size
 from regrepro.audit.reader import Reader
 from regrepro.audit.sheet import INFERRED, Sheet
+from regrepro.kernel.zones import memparse
 
 MEMLOCK_ENOUGH = 1 << 30
 """A finite locked-memory limit below this is called too small: one rank registers gigabytes."""
@@ -136,9 +137,7 @@ def findings(sheet: Sheet) -> Iterator[Finding]:
     shell, default = sheet.value("limits", "this-shell"), sheet.value("limits", "services-default")
     if shell and shell["soft"] is not None:
         small.append(("this shell", shell["soft"], sheet.source("limits", "this-shell")))
-    amount = (
-        parse.memparse(default.partition(":")[0]) if default not in (None, "infinity", "unlimited") else None
-    )
+    amount = memparse(default.partition(":")[0]) if default not in (None, "infinity", "unlimited") else None
     if amount is not None:
         source = sheet.source("limits", "services-default")
         small.append(("services (DefaultLimitMEMLOCK)", amount, source))

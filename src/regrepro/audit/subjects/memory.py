@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from regrepro.audit import parse
 from regrepro.audit.finding import size
 from regrepro.audit.reader import Reader, Text
 from regrepro.audit.sheet import INFERRED, MISSING, OBSERVED, Sheet
 from regrepro.audit.subjects.system import stock_of
+from regrepro.kernel.pageblocks import parse_pagetypeinfo
+from regrepro.kernel.zones import parse_meminfo, zone_counts
 
 KHO_SINCE = (6, 16)
 _PAGE_SIZES = (4096, 16384, 65536)
@@ -33,7 +34,7 @@ def collect(reader: Reader, sheet: Sheet) -> None:
     """Amounts, zones, page blocks, the memory map of a record, CMA areas."""
     add, state = partial(sheet.add, "memory"), partial(sheet.state, "memory")
     info_text = reader.read("proc/meminfo")
-    info = parse.meminfo(info_text.text or "")
+    info = parse_meminfo(info_text.text or "")
     for name, key in (("total", "MemTotal"), ("free", "MemFree"), ("available", "MemAvailable")):
         state(name, info_text, info.get(key))
     for name, key in (("cma-total", "CmaTotal"), ("cma-free", "CmaFree")):
@@ -45,8 +46,11 @@ def collect(reader: Reader, sheet: Sheet) -> None:
     has_cma = "CmaTotal" in info if "MemTotal" in info else None
     add("kernel-has-cma", has_cma, info_text.source, why=info_text.why)
     zones_text, blocks_text = reader.read("proc/zoneinfo"), reader.read("proc/pagetypeinfo")
-    zones = parse.zoneinfo(zones_text.text or "")
-    blocks, order = parse.pagetypeinfo(blocks_text.text or "")
+    zones = [
+        {"node": node, "zone": name, **{count: counts.get(count) for count in _ZONE_COUNTS}}
+        for node, name, counts in zone_counts(zones_text.text or "")
+    ]
+    blocks, order = _blocks(blocks_text.text or "")
     recorded, map_source, map_why = reader.memory_map()
     page_size, size_source, size_how = _page_size(reader, info, zones, recorded)
     add("page-size", page_size, size_source, how=size_how, why="no source tells it")
@@ -106,6 +110,16 @@ def _zones_of_map(zones: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for zone in zones
         if isinstance(zone.get("zone"), str)
     ]
+
+
+def _blocks(text: str) -> tuple[list[dict[str, Any]], int | None]:
+    """Return the counts of page blocks by node and zone in /proc/pagetypeinfo, and their order."""
+    try:
+        info = parse_pagetypeinfo(text)
+    except ValueError:
+        return [], None
+    blocks = [{"node": node, "zone": name, "blocks": its} for (node, name), its in info.blocks.items()]
+    return blocks, info.pageblock_order
 
 
 def _blocks_of_map(zones: list[dict[str, Any]]) -> list[dict[str, Any]]:

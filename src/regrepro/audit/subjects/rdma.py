@@ -11,6 +11,7 @@ from regrepro.audit import parse
 from regrepro.audit.finding import Finding
 from regrepro.audit.reader import Reader, Text
 from regrepro.audit.sheet import INFERRED, Sheet
+from regrepro.kernel import netlink
 
 OFED_VERSION = re.compile(r"\d{1,2}\.\d{1,2}-\d")
 MR_NEAR = 0.8
@@ -99,10 +100,11 @@ def _usage(reader: Reader, names: list[str]) -> tuple[dict[str, dict[str, int]],
     if reader.live:
         if not names:
             return {}, "RDMA netlink", "there is no RDMA device"
-        from regrepro.audit import nldev
-
-        found, why = nldev.resources()
-        return found, "RDMA netlink (RDMA_NLDEV_CMD_RES_GET)", why
+        source = "RDMA netlink (RDMA_NLDEV_CMD_RES_GET)"
+        try:
+            return netlink.rdma_resources(), source, ""
+        except OSError as error:
+            return {}, source, f"RDMA netlink: {error.strerror or error}"
     text = reader.command("rdma-resource")
     return parse.rdma_resource(text.text or ""), text.source, text.why
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import re
 from collections.abc import Iterator
 from functools import partial
@@ -15,6 +14,7 @@ from regrepro.audit.finding import Finding, size
 from regrepro.audit.reader import Reader, Text
 from regrepro.audit.sheet import Sheet
 from regrepro.audit.subjects.memory import Unpinnable, likelihood, likely, per_node, slack
+from regrepro.kernel.zones import kernel_messages, memparse
 
 KMSG_LIMIT = 16 << 20
 ONLINES_MOVABLE = ("movablecore", "kernelcore", "movable_node")
@@ -53,38 +53,17 @@ def _kernel_log(reader: Reader) -> Text:
     """Return the kernel's log: read from /dev/kmsg here, captured elsewhere."""
     if not reader.live:
         return reader.command("dmesg")
-    lines: list[str] = []
-    size = 0
     try:
-        descriptor = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        messages = kernel_messages(KMSG_LIMIT)
     except OSError as error:
         fallback = reader.first(("var/log/dmesg", "var/log/kern.log"))
         if fallback.text is not None:
             return fallback
-        why = error.strerror or "cannot be opened"
+        why = error.strerror or "cannot be read"
         if error.errno in (errno.EPERM, errno.EACCES):
             why = "permission denied (root can read it, or kernel.dmesg_restrict=0)"
         return Text(None, "/dev/kmsg", why)
-    try:
-        while size < KMSG_LIMIT:
-            try:
-                record = os.read(descriptor, 8192)
-            except BrokenPipeError:
-                continue  # overwritten while we read: the next one is still there
-            except BlockingIOError:
-                break
-            if not record:
-                break
-            size += len(record)
-            head, _, body = record.decode("utf-8", "replace").partition(";")
-            stamp = head.split(",")[2] if head.count(",") >= 2 else "0"
-            seconds = int(stamp) / 1e6 if stamp.isdigit() else 0.0
-            lines.append(f"[{seconds:12.6f}] {body.splitlines()[0] if body else ''}")
-    except OSError as error:
-        return Text(None, "/dev/kmsg", error.strerror or "cannot be read")
-    finally:
-        os.close(descriptor)
-    return Text("\n".join(lines) + "\n", "/dev/kmsg")
+    return Text("".join(f"[{seconds:12.6f}] {text}\n" for seconds, text in messages), "/dev/kmsg")
 
 
 def _log_of_record(text: str) -> dict[str, Any]:
@@ -173,11 +152,11 @@ def reservations_wanted(arguments: dict[str, list[str]]) -> dict[str, int]:
     """
     wanted: dict[str, int] = {}
     for value in arguments.get("hugetlb_cma", [])[-1:]:
-        parts = [parse.memparse(part.rpartition(":")[2]) for part in value.split(",")]
+        parts = [memparse(part.rpartition(":")[2]) for part in value.split(",")]
         wanted["hugetlb_cma"] = sum(part for part in parts if part)
     for name in ("cma", "movablecore"):
         for value in arguments.get(name, [])[-1:]:
-            amount = None if value.endswith("%") else parse.memparse(value)
+            amount = None if value.endswith("%") else memparse(value)
             if amount:
                 wanted[name] = amount
     return {name: amount for name, amount in wanted.items() if amount}
@@ -255,9 +234,9 @@ def fixes(sheet: Sheet, memory: Unpinnable) -> list[str]:
     arguments = sheet.boot_arguments()
     wanted = [part for value in arguments.get("hugetlb_cma", []) for part in value.split(",")]
     found = []
-    if any(parse.memparse(part.rpartition(":")[2]) for part in wanted):
+    if any(memparse(part.rpartition(":")[2]) for part in wanted):
         found.append("boot with hugetlb_cma=0")
-    if any(parse.memparse(value) for value in arguments.get("cma", [])):
+    if any(memparse(value) for value in arguments.get("cma", [])):
         found.append("boot without cma=, or with what a device needs")
     if memory.movable:
         names = ", ".join(name for name in ONLINES_MOVABLE if name in arguments)
