@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from regrepro._core import ffi, lib
 from regrepro.kernel.kcore import Kcore, KcoreError
@@ -19,6 +20,8 @@ from regrepro.kernel.procfs import KALLSYMS
 
 # Symbols whose addresses vmcoreinfo has on every kernel (kernel/vmcore_info.c).
 _WITNESSES = ("init_uts_ns", "node_online_map", "swapper_pg_dir")
+
+_PART = 1 << 20  # bytes of /proc/kallsyms that are looked at at once: the whole takes a hundred megabytes
 
 
 def find(names: Iterable[str], kcore: Kcore | None = None) -> dict[str, int]:
@@ -57,32 +60,40 @@ def names_of(addresses: Iterable[int], kallsyms: Path = KALLSYMS) -> dict[int, s
 
     An address is missing where the kernel says nothing of it, or hides addresses. Raises OSError.
     """
-    text = kallsyms.read_bytes()
+    wanted = np.unique(np.fromiter(addresses, np.uint64))
+    nearest = np.zeros(len(wanted), np.uint64)
+    names = [""] * len(wanted)
+    rest = b""
+    with kallsyms.open("rb") as file:
+        while part := file.read(_PART):
+            text = rest + part
+            rest = text[text.rfind(b"\n") + 1 :]
+            known, starts = _addresses(text[: len(text) - len(rest)])
+            at = np.searchsorted(known, wanted, "right") - 1
+            for number in np.flatnonzero((at >= 0) & (wanted > 0)):
+                address = known[at[number]]
+                if address and address >= nearest[number]:
+                    nearest[number] = address
+                    start = starts[at[number]]
+                    names[number] = text[start : text.index(b"\n", start)].split()[2].decode()
+    found = zip(wanted.tolist(), nearest.tolist(), names, strict=True)
+    return {address: f"{name}+{address - its}" for address, its, name in found if its}
+
+
+def _addresses(text: bytes) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
+    """Return the addresses of whole lines of kallsyms, sorted, and where the line of each begins."""
     width = text.find(b" ")  # each line begins with an address of as many digits as a pointer has
     if width <= 0:
-        return {}
-    starts = np.flatnonzero(np.frombuffer(text, np.uint8) == ord("\n"))[:-1] + 1
-    starts = np.concatenate(([0], starts)).astype(np.int64)
-    digits = np.frombuffer(text, np.uint8)[starts[:, None] + np.arange(width)]
+        return np.zeros(0, np.uint64), np.zeros(0, np.int64)
+    signs = np.frombuffer(text, np.uint8)
+    starts = np.concatenate(([0], np.flatnonzero(signs == ord("\n"))[:-1] + 1)).astype(np.int64)
+    digits = signs[starts[:, None] + np.arange(width)]
     values = (digits & 0xF) + np.where(digits > ord("9"), 9, 0).astype(np.uint8)
     known = np.zeros(len(starts), np.uint64)
     for column in values.T:
         known = known << np.uint64(4) | column.astype(np.uint64)
     order = np.argsort(known, kind="stable")
-    known = known[order]
-    found = {}
-    for address in addresses:
-        place = int(np.searchsorted(known, np.uint64(address), "right")) - 1
-        if place < 0 or not known[place]:
-            continue
-        line = _line(text, int(starts[order[place]]))
-        found[address] = f"{line.split()[2].decode()}+{address - int(known[place])}"
-    return found
-
-
-def _line(text: bytes, start: int) -> bytes:
-    end = text.find(b"\n", start)
-    return text[start : end if end >= 0 else len(text)]
+    return known[order], starts[order]
 
 
 def find_in_kcore(kcore: Kcore, names: list[str]) -> dict[str, int] | None:
