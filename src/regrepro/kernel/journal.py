@@ -59,6 +59,8 @@ def journal_directory() -> Path:
         try:
             path.mkdir(mode=0o700, exist_ok=True)
             if is_ours(path):
+                # Who may open it could hold its lock, and with it up every reclaim; Kubernetes makes it 0755.
+                path.chmod(0o700)
                 return path
             why = f"{path} belongs to another user or others may write to it"
         except OSError as error:

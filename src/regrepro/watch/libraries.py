@@ -15,19 +15,18 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from regrepro.kernel.others import open_mapped, open_regular, read_at_most
 from regrepro.watch.elf import NotElf, dynamic_functions, file_offset
 from regrepro.watch.open_devices import processes_with_device
-from regrepro.watch.process import PROC
+from regrepro.watch.process import MAPS_LIMIT, PROC
 
 VERBS = ("ibv_reg_mr", "ibv_reg_mr_iova2", "ibv_reg_dmabuf_mr")
 # Bytes. A file of that name may be anybody's, in any container, and it is read as a whole.
 SIZE_LIMIT = 16 << 20
+PROBLEMS_LIMIT = 64  # copies that are told as not followed, at most; each may be a stranger's
 _JUMP_BYTES = 32  # a function that is shorter does no more than jump into another
-_MAPPING = re.compile(
-    r"^(?P<range>[0-9a-f]+-[0-9a-f]+) ..x. [0-9a-f]+ (?P<device>[0-9a-f]+:[0-9a-f]+) (?P<inode>\d+)\s+"
-    r"(?P<path>/\S*libibverbs[^/\s]*\.so[^/]*?)(?P<gone> \(deleted\))?$",
-    re.MULTILINE,
-)
+_NAME = re.compile(r"libibverbs[^\s]*\.so")
+_DELETED = " (deleted)"
 
 
 @dataclass
@@ -79,11 +78,16 @@ class Mapped:
 def mapped_copies(maps: str) -> Iterator[Mapped]:
     """Yield each libibverbs that is mapped to be run, in the text of /proc/PID/maps."""
     seen = set()
-    for found in _MAPPING.finditer(maps):
-        key = found["device"], found["inode"]
-        if key not in seen:
-            seen.add(key)
-            yield Mapped(found["path"], found["range"], bool(found["gone"]))
+    for line in maps.splitlines():
+        # Address range, rights, offset, device, inode, path (show_map_vma(), fs/proc/task_mmu.c).
+        fields = line.split(maxsplit=5)
+        if len(fields) < 6 or fields[1][2:3] != "x" or not fields[5].startswith("/"):
+            continue
+        path, key = fields[5], (fields[3], fields[4])
+        if key in seen or not _NAME.match(path, path.find("libibverbs", path.rfind("/"))):
+            continue
+        seen.add(key)
+        yield Mapped(path.removesuffix(_DELETED), fields[0], path.endswith(_DELETED))
 
 
 def _without_zeros(span: str) -> str:
@@ -100,12 +104,15 @@ class Copies:
         self.problems: dict[str, str] = {}
 
     def add_file(self, path: Path, shown: str, pid: int | None = None) -> bool:
-        """Add a copy by its path, which process `pid` has mapped; return whether it is a new one."""
+        """Add a copy by a path of this system's own; return whether it is a new one."""
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            return self._add(open_regular(path), shown, pid)
         except OSError as error:
-            self.problems[shown] = error.strerror or str(error)
+            self._problem(shown, error.strerror or str(error))
             return False
+
+    def _add(self, fd: int, shown: str, pid: int | None = None) -> bool:
+        """Add the copy that process `pid` has mapped; return whether it is a new one."""
         facts = os.fstat(fd)
         key = facts.st_dev, facts.st_ino
         if key in self.known:
@@ -117,41 +124,41 @@ class Copies:
         try:
             if facts.st_size > SIZE_LIMIT:
                 raise NotElf(f"{facts.st_size} bytes are no libibverbs")
-            offsets = verbs_in(Path(f"/proc/self/fd/{fd}").read_bytes())
+            offsets = verbs_in(read_at_most(f"/proc/self/fd/{fd}", SIZE_LIMIT)[0])
         except (NotElf, OSError) as error:
-            self.problems[shown] = str(error)
+            self._problem(shown, str(error))
             os.close(fd)
             return False
         if not offsets:
-            self.problems[shown] = "it has none of the functions that register memory"
+            self._problem(shown, "it has none of the functions that register memory")
             os.close(fd)
             return False
         users = {pid} if pid is not None else set()
         self.known[key] = Copy(key, shown, fd, offsets, users)
         return True
 
+    def _problem(self, shown: str, why: str) -> None:
+        if len(self.problems) < PROBLEMS_LIMIT or shown in self.problems:
+            self.problems[shown] = why
+
     def look_at(self, pid: int) -> bool:
         """Look for copies that a process has mapped; return whether there was a new one."""
+        base = self._proc / str(pid)
         try:
-            text = (self._proc / str(pid) / "maps").read_text(errors="replace")
+            text, _ = read_at_most(base / "maps", MAPS_LIMIT)
         except OSError:
             return False  # it is gone, or it is a kernel thread
         new = False
-        for mapped in mapped_copies(text):
-            # A path is as it is seen from the root of its mount namespace, not from a chroot's.
-            base = self._proc / str(pid)
-            place = base / "map_files" / _without_zeros(mapped.range)
+        for mapped in mapped_copies(text.decode(errors="replace")):
+            shown = f"{mapped.path} of {pid}"
             try:
-                place.stat()
+                # A path is as it is seen from the root of its mount namespace, not from a chroot's.
+                fd = open_mapped(base, _without_zeros(mapped.range), mapped.path)
             except OSError as error:
-                if mapped.deleted:
-                    why = (
-                        f"process {pid} runs a copy that was deleted or replaced ({place}: {error.strerror})"
-                    )
-                    self.problems.setdefault(mapped.path, why)
-                    continue
-                place = base / "root" / mapped.path.lstrip("/")
-            new = self.add_file(place, f"{mapped.path} of {pid}", pid) or new
+                deleted = "it was deleted or replaced, and " if mapped.deleted else ""
+                self._problem(shown, f"{deleted}it cannot be opened: {error.strerror or error}")
+                continue
+            new = self._add(fd, shown, pid) or new
         return new
 
     def look_everywhere(self) -> bool:

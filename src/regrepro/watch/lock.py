@@ -20,7 +20,8 @@ class Lock:
 
     def __init__(self, out: Path, path: Path = PATH) -> None:
         try:
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            os.fchmod(self._fd, 0o600)  # who may open it can hold it
         except OSError as error:
             raise EnvironmentProblem(f"cannot make {path}", why=error.strerror or str(error)) from None
         try:

@@ -181,7 +181,7 @@ class Observer:
             return
         finally:
             problems: list[str] = []
-            maps = process.read_text(process.PROC / str(failure.pid) / "maps", problems)
+            maps = process.read_text(process.PROC / str(failure.pid) / "maps", problems, process.MAPS_LIMIT)
             if maps:
                 evidence.vma, evidence.mappings = process.vma_of(maps, evidence.first, evidence.length)
         if not maps or not state.pages:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 
 from regrepro.watch.process import PROC
+
+FILES_LIMIT = 16384  # open files of a process that are looked at: it may have a million
 
 
 def processes_with_device(proc: Path = PROC) -> Iterator[int]:
@@ -19,10 +23,10 @@ def processes_with_device(proc: Path = PROC) -> Iterator[int]:
 
 def _open_devices(pid: int, proc: Path) -> Iterator[tuple[str, bool]]:
     """Yield (uverbsN, whether its file is gone) of each RDMA device that a process has open."""
-    with suppress(OSError):
-        for link in (proc / str(pid) / "fd").iterdir():
+    with suppress(OSError), os.scandir(proc / str(pid) / "fd") as links:
+        for link in islice(links, FILES_LIMIT):
             with suppress(OSError):
-                found = re.search(r"/infiniband/(uverbs\d+)( \(deleted\))?$", str(link.readlink()))
+                found = re.search(r"/infiniband/(uverbs\d+)( \(deleted\))?$", str(Path(link.path).readlink()))
                 if found:
                     yield found[1], bool(found[2])
 

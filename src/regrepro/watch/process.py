@@ -16,6 +16,7 @@ from typing import Any
 
 from regrepro.kernel import procfs
 from regrepro.kernel.node import decode_capabilities
+from regrepro.kernel.others import read_at_most
 from regrepro.kernel.procfs import start_time
 from regrepro.kernel.zones import MEMINFO, PAGE_SIZE, read_meminfo, read_zones
 
@@ -33,6 +34,9 @@ _CONTAINER = re.compile(r"([0-9a-f]{64})")
 _RUNTIME = re.compile(r"kubepods|docker|libpod|crio|containerd|lxc|slurm|apptainer|singularity")
 _MAPS = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) (\S{4}) \S+ \S+ \S+ *(.*)$")
 _CMDLINE_LIMIT = 512
+# Bytes that are read of a text whose size the process has in its hand, and of its mappings.
+TEXT_LIMIT, MAPS_LIMIT = 64 << 10, 8 << 20
+_STATUS_LIMIT = 1 << 20  # the kernel's own, but it may list 65,536 groups
 
 
 @dataclass
@@ -46,13 +50,18 @@ class Process:
     problems: list[str] = field(default_factory=list)
 
 
-def read_text(path: Path, problems: list[str]) -> str | None:
-    """Return a file's text; None, and why among `problems`, where it cannot be read."""
+def read_text(path: Path, problems: list[str], limit: int = TEXT_LIMIT) -> str | None:
+    """Return a file's text, its first `limit` bytes; None where it cannot be read. `problems` say so, and
+    where there was more.
+    """
     try:
-        return path.read_text(errors="replace")
+        text, more = read_at_most(path, limit)
     except OSError as error:
         problems.append(f"{path}: {error.strerror}")
         return None
+    if more:
+        problems.append(f"{path}: only its first {limit} bytes were read")
+    return text.decode(errors="replace")
 
 
 def rank_variables(environ: str) -> dict[str, str]:
@@ -126,7 +135,7 @@ def read_process(pid: int, proc: Path = PROC) -> Process:
     base, problems, facts = proc / str(pid), result.problems, result.facts
     facts["pid"] = pid
     facts["starttime"] = start_time(pid) if proc == PROC else None
-    status = read_text(base / "status", problems)
+    status = read_text(base / "status", problems, _STATUS_LIMIT)
     if status is not None:
         fields = dict(re.findall(r"^(\w+):\s*(.*)$", status, re.MULTILINE))
         facts["comm"] = fields.get("Name")
@@ -153,7 +162,7 @@ def read_process(pid: int, proc: Path = PROC) -> Process:
     environ = read_text(base / "environ", problems)
     if environ is not None:
         facts["rank"] = rank_variables(environ)
-    command = read_text(base / "cmdline", problems)
+    command = read_text(base / "cmdline", [], 4 * _CMDLINE_LIMIT)
     if command is not None:
         facts["cmdline"] = command.replace("\0", " ").strip()[:_CMDLINE_LIMIT]
     cgroup = read_text(base / "cgroup", problems)

@@ -91,6 +91,7 @@ class Service:
         """Watch until a signal, the limit or the duration. Raises EnvironmentProblem, RecordProblem."""
         require_rights()
         lock = Lock(self.settings.out)
+        umask = os.umask(0o077)  # what it writes tells of all users, and is for root
         previous = {
             number: signal.signal(number, self._signal)
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -105,6 +106,7 @@ class Service:
             for number, handler in previous.items():
                 signal.signal(number, handler)
             lock.release()
+            os.umask(umask)
         return self.counts.total
 
     def _run(self) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from regrepro.errors import EnvironmentProblem
+from regrepro.kernel import journal
 from regrepro.kernel.journal import Journal
 
 
@@ -31,6 +32,14 @@ def test_the_file_is_there_while_something_is(tmp_path: Path) -> None:
         journal.remove(two)
         assert files(tmp_path) == []
         journal.remove(two)  # again is no harm
+
+
+def test_a_directory_that_others_may_open_is_closed_to_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "regrepro").mkdir(mode=0o755)
+    monkeypatch.setattr(journal, "places", lambda: [tmp_path / "regrepro"])
+    assert journal.journal_directory().stat().st_mode & 0o777 == 0o700
 
 
 def test_an_unknown_kind_is_a_mistake_of_ours(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,7 +38,9 @@ def test_copies_are_found_by_what_processes_have_mapped() -> None:
     ]
 
 
-def test_a_copy_is_reached_by_its_mapping_or_else_below_the_process_root(tmp_path: Path) -> None:
+def test_a_copy_is_reached_by_its_mapping_or_else_below_the_process_root(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In a chroot the kernel shows us the path from our root, which is not there below the process' own."""
     found = libraries.system_copies()
     if not found:
@@ -56,16 +59,72 @@ def test_a_copy_is_reached_by_its_mapping_or_else_below_the_process_root(tmp_pat
             (proc / str(pid) / "map_files").mkdir()
             (proc / str(pid) / "map_files" / "400000-401000").symlink_to(path)
     (proc / "43" / "root" / "a").mkdir(parents=True)
-    (proc / "43" / "root" / "a" / "libibverbs.so.1").symlink_to(at_root)
+    at_root.rename(proc / "43" / "root" / "b")
+    at_root = proc / "43" / "root" / "b"
+    (proc / "43" / "root" / "a" / "libibverbs.so.1").symlink_to("/b")
+    refuse(monkeypatch, proc / "43" / "map_files")
     known = libraries.Copies(proc)
     assert [known.look_at(pid) for pid in (41, 42, 43, 44)] == [True, True, True, False]
     assert (
-        list(known.problems) == ["/a/libibverbs.so.1"] and "deleted" in known.problems["/a/libibverbs.so.1"]
+        list(known.problems) == ["/a/libibverbs.so.1 of 44"]
+        and "deleted" in known.problems["/a/libibverbs.so.1 of 44"]
     )
     assert {copy.key[1] for copy in known.known.values()} == {
         path.stat().st_ino for path in (own, deleted, at_root)
     }
     known.close()
+
+
+def refuse(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
+    """Have what lies in a directory refused, as /proc/PID/map_files without rights."""
+    real = os.open
+
+    def opened(path: Any, *arguments: Any, **keys: Any) -> int:
+        if str(path).startswith(str(directory)):
+            raise PermissionError(1, "Operation not permitted")
+        return real(path, *arguments, **keys)
+
+    monkeypatch.setattr(os, "open", opened)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("kind", ["fifo", "/dev/zero", "link out of the root", "link of /proc", "directory"])
+def test_what_a_process_puts_in_a_librarys_place_is_neither_waited_for_nor_read(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = tmp_path / "41"
+    (base / "root" / "a").mkdir(parents=True)
+    place = base / "root" / "a" / "libibverbs.so.1"
+    secret = tmp_path / "secret"
+    secret.write_bytes(b"\x7fELF")
+    if kind == "fifo":
+        os.mkfifo(place)
+    elif kind == "directory":
+        place.mkdir()
+    else:
+        target = {"link out of the root": secret, "link of /proc": Path("/proc/self/exe")}.get(
+            kind, Path(kind)
+        )
+        place.symlink_to(target)
+    (base / "maps").write_text("00400000-00401000 r-xp 00000000 08:01 5 /a/libibverbs.so.1\n")
+    refuse(monkeypatch, base / "map_files")
+    known = libraries.Copies(tmp_path)
+    assert not known.look_at(41) and not known.known
+    assert "cannot be opened" in known.problems["/a/libibverbs.so.1 of 41"]
+
+
+@pytest.mark.timeout(20)
+def test_mappings_of_any_shape_are_read_in_linear_time() -> None:
+    name = "/" + "libibverbs.s" * 340
+    maps = "".join(f"{i:x}000-{i:x}fff r-xp 00000000 08:01 {i} {name}\n" for i in range(2000))
+    assert not list(libraries.mapped_copies(maps))
+
+
+def test_why_copies_are_not_followed_is_kept_within_bounds(tmp_path: Path) -> None:
+    known = libraries.Copies(tmp_path)
+    for number in range(5000):
+        known.add_file(tmp_path / str(number), str(number))
+    assert len(known.problems) == libraries.PROBLEMS_LIMIT
 
 
 def test_a_file_too_large_to_be_a_library_is_not_read(tmp_path: Path) -> None:

@@ -17,3 +17,10 @@ def test_a_second_watch_says_who_holds_the_first(tmp_path: Path) -> None:
         Lock(tmp_path / "other", tmp_path / "lock")
     lock.release()
     Lock(tmp_path / "other", tmp_path / "lock").release()
+
+
+def test_others_cannot_open_the_lock_and_hold_it(tmp_path: Path) -> None:
+    (tmp_path / "lock").touch(0o644)  # as older versions made it
+    lock = Lock(tmp_path / "out", tmp_path / "lock")
+    assert (tmp_path / "lock").stat().st_mode & 0o777 == 0o600
+    lock.release()

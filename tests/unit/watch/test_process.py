@@ -34,6 +34,20 @@ def test_the_mapping_of_an_address_and_what_backs_it() -> None:
     assert process.vma_of(maps, 0x90000, 1) == ("", []) and process.backing_of("") == "unknown"
 
 
+def test_texts_of_any_size_are_read_within_bounds_and_the_record_says_so(tmp_path: Path) -> None:
+    (tmp_path / "4").mkdir()
+    with (tmp_path / "4" / "environ").open("wb") as environ:
+        environ.write(b"RANK=3\0")
+        environ.truncate(4 << 30)  # a hole: to read it all would take minutes and all memory
+    with (tmp_path / "4" / "cmdline").open("wb") as command:
+        command.write(b"python\0train.py\0")
+        command.truncate(4 << 30)
+    read = process.read_process(4, tmp_path)
+    assert read.facts["rank"] == {"RANK": "3"}
+    assert str(read.facts["cmdline"]).startswith("python train.py") and len(read.facts["cmdline"]) <= 512
+    assert f"{tmp_path}/4/environ: only its first {process.TEXT_LIMIT} bytes were read" in read.problems
+
+
 def test_a_process_that_is_gone_leaves_names_of_what_was_not_read(tmp_path: Path) -> None:
     gone = process.read_process(4, tmp_path)
     assert gone.facts["pid"] == 4 and gone.capabilities is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -167,6 +168,19 @@ def test_a_name_cannot_forge_a_line_of_the_terminal(
     shown = capsys.readouterr()
     assert r"rank 5) : ok\n14:02:11 class B, proven: FORGED\x1b[2J\u202e" in shown.out
     assert len(shown.out.splitlines()) == 1 and shown.err == "regrepro watch: a\\nFORGED\\x1b[2J\n"
+
+
+def test_who_owns_the_directory_of_metrics_cannot_choose_what_is_written(tmp_path: Path) -> None:
+    victim, path = tmp_path / "victim", tmp_path / "m.prom"
+    victim.write_text("root's")
+    for name in (f".m.prom.{os.getpid()}", "m.prom"):
+        (tmp_path / name).symlink_to(victim)
+    PrometheusSink(path, WatchCounts(), print).take(Counted())
+    assert victim.read_text() == "root's" and victim.stat().st_mode & 0o777 != 0o600
+    assert not path.is_symlink() and path.stat().st_mode & 0o777 == 0o644
+    assert sorted(item.name for item in tmp_path.iterdir()) == sorted(
+        [f".m.prom.{os.getpid()}", "m.prom", "victim"]
+    )
 
 
 def test_metrics_are_text_that_prometheus_reads(tmp_path: Path) -> None:

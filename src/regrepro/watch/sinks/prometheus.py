@@ -6,7 +6,9 @@ Format: https://prometheus.io/docs/instrumenting/exposition_formats/
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from regrepro.watch.counts import WatchCounts
@@ -114,15 +116,25 @@ def text_of(counts: WatchCounts) -> str:
 
 
 def write(path: Path, text: str) -> None:
-    """Replace the file. Raises OSError."""
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    """Replace the file, which everybody may read. Raises OSError.
+
+    The directory may be another user's, who must not choose what is written: the name of the new file cannot
+    be known before, no link is followed, and nothing is done by a path twice.
+    """
+    directory = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    scratch = f".{path.name}.{secrets.token_hex(8)}"
     try:
-        scratch.write_text(text, encoding="utf-8")
-        scratch.chmod(0o644)
-        scratch.replace(path)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        with os.fdopen(os.open(scratch, flags, 0o600, dir_fd=directory), "w", encoding="utf-8") as file:
+            file.write(text)
+            os.fchmod(file.fileno(), 0o644)
+        os.replace(scratch, path.name, src_dir_fd=directory, dst_dir_fd=directory)
     except OSError:
-        scratch.unlink(missing_ok=True)
+        with suppress(OSError):
+            os.unlink(scratch, dir_fd=directory)
         raise
+    finally:
+        os.close(directory)
 
 
 def _escaped(text: str) -> str:
