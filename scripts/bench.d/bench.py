@@ -77,7 +77,7 @@ def in_guest(names: list[str], work: Work) -> list[Row]:
     out = work.directory / "guest"
     rows = out / "rows.json"
     inside = [sys.executable, str(HERE / "bench.py"), "--inside", str(rows), "--work", str(work.directory)]
-    inside += ["--rounds", str(work.rounds), *names]
+    inside += ["--rounds", str(work.rounds), "--accel", work.accel, *names]
     # The programs were compiled beside the guest's directory, which it sees, and may write only in its own.
     command = f"PYTHONPATH={shlex.quote(str(SOURCE))} {shlex.join(inside)}"
     tell = choose(quiet=False)
@@ -111,7 +111,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="turns of each pair (default: 5)")
     parser.add_argument("--kernel", default="latest", metavar="K", help="the lab's kernel (default: latest)")
     parser.add_argument(
-        "--accel", default="auto", choices=("auto", "kvm", "tcg"), help="the lab's (default: auto)"
+        "--accel", default="auto", choices=("auto", "kvm", "tcg", "icount"), help="the lab's (default: auto)"
     )
     parser.add_argument("--work", type=Path, metavar="DIR", help="keep the measurements' files here")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there, too")

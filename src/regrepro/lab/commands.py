@@ -61,7 +61,8 @@ def lab() -> None:
     type=click.Choice(ACCEL_CHOICES),
     default="auto",
     show_default=True,
-    help="auto: KVM where a short probe shows that it works, else TCG.",
+    help="auto: KVM where a short probe shows that it works, else TCG. icount: TCG, the guest's clock counts "
+    "its instructions.",
 )
 @run_options
 @ask_options("reproduce")

@@ -268,7 +268,7 @@ class _Booted:
 
         kvm = self._use_kvm(make)
         machine = make(kvm)
-        accel = "kvm" if kvm else "tcg"
+        accel = "kvm" if kvm else "icount" if self._settings.accel == "icount" else "tcg"
         self.facts = {**facts, "accel": accel}
         spec_file.write_text(json.dumps({**spec, "token": token, "lab": self.facts}), encoding="utf-8")
         words = f" with {as_words(self._settings.boot)}" if self._settings.boot else ""
@@ -317,7 +317,7 @@ class _Booted:
 
     def _use_kvm(self, make: Any) -> bool:
         """Whether to use KVM: as asked, or where a probe shows that it works."""
-        if self._settings.accel == "tcg":
+        if self._settings.accel in ("tcg", "icount"):
             return False
         if self._settings.accel == "kvm":
             acceleration.require_kvm()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from regrepro.errors import UsageError
 from regrepro.options import format_size, parse_size
 
-ACCEL_CHOICES = ("auto", "kvm", "tcg")
+ACCEL_CHOICES = ("auto", "kvm", "tcg", "icount")
 MAX_NODES = 8
 _MIB, _GIB = 1 << 20, 1 << 30
 # Below this, Python and numpy do not fit beside the kernel.

@@ -546,7 +546,12 @@ def _facts(header: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> It
     yield "recorded", f"{header.get('started') or 'at an unknown time'} by regrepro {header.get('version')}"
     yield "host", str(node.get("hostname") or "unnamed")
     if lab:
-        accel = {"tcg": "CPU emulated (TCG)", "kvm": "KVM"}.get(str(lab.get("accel")), str(lab.get("accel")))
+        known = {
+            "tcg": "CPU emulated (TCG)",
+            "kvm": "KVM",
+            "icount": "CPU emulated (TCG), its clock counting instructions",
+        }
+        accel = known.get(str(lab.get("accel")), str(lab.get("accel")))
         yield (
             "lab",
             f"virtual machine, {accel}, kernel of {lab.get('kernel_origin') or 'unknown origin'}, boot "

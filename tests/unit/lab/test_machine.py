@@ -528,5 +528,12 @@ def test_messages_of_the_guest_are_lines(capfd: pytest.CaptureFixture[str]) -> N
 def test_emulated_cpus_share_a_thread(tmp_path: Path, kvm: bool, command: list[str], told: list[str]) -> None:
     """With a thread each they died of breakpoints in code that another one had just changed."""
     made = object.__new__(Machine)
-    made._kvm, made._private = kvm, tmp_path
+    made._kvm, made._private, made.settings = kvm, tmp_path, make_settings()
     assert made._adapted(command) == told
+
+
+def test_a_guest_counts_instructions_where_that_is_asked_for(tmp_path: Path) -> None:
+    made = object.__new__(Machine)
+    made._kvm, made._private, made.settings = False, tmp_path, make_settings(accel="icount")
+    counting = ["-icount", "shift=0,sleep=off", "-accel", "tcg,thread=single"]
+    assert made._adapted(["qemu", "-smp", "1"]) == ["qemu", *counting, "-smp", "1"]
