@@ -193,9 +193,8 @@ class Machine:
         # gone already ("Oops: int3" in __schedule), and of crashes in interrupts between CPUs.
         if not self._kvm and not any("accel=" in word for word in adapted):
             adapted[1:1] = ["-accel", "tcg,thread=single"]
-            if (
-                self.settings.accel == "icount"
-            ):  # the guest's clock counts its instructions, a nanosecond each
+            if self.settings.accel == "icount":
+                # The guest's clock counts its instructions, a nanosecond each.
                 adapted[1:1] = ["-icount", "shift=0,sleep=off"]
             # TCG copies and clears by `rep movsb` and `rep stosb` byte by byte. Without ERMS the kernel moves
             # words: a page is cleared five times as fast, and copied as well.
