@@ -104,6 +104,6 @@ def watch(work: Work) -> list[Row]:
             for length, size in ((SMALL, "one page"), (LARGE, "64 MiB"))
         ]
         rows.append(Row("watch, idle", statistics.median(cost.idle), unit="% of a core", bound=1.0))
-        rows.append(Row("memory of watch", max(cost.memory), unit="MiB", bound=200.0))
+        rows.append(Row("memory of watch", max(cost.memory), unit="MiB", bound=100.0))
         rows.append(Row("watch until it is ready", statistics.median(cost.ready), unit="s"))
         return rows

@@ -75,6 +75,11 @@ def main() -> int:
     has = decode_capabilities(int(effective[1], 16)) if effective else []
     allowed = shown("CapabilityBoundingSet").upper().split()
     check("with the unit's capabilities and no others", sorted(has) == sorted(allowed), f"{has} {allowed}")
+    modes = {path: path.stat().st_mode & 0o777 for path in (RECORDS, *RECORDS.rglob("*"))}
+    check("what it writes is root's alone", not any(mode & 0o077 for mode in modes.values()), str(modes))
+    check("its system calls are filtered", "Seccomp:\t2" in status)
+    code, said = run(sys.executable, "-m", "regrepro", "watch", "--out", "/tmp/other")
+    check("another watch says who watches, and may try again", code == 125 and f"process {pid}" in said, said)
 
     with verbs.Device(name) as opened, opened.pd() as pd:
         try:

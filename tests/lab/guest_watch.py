@@ -581,7 +581,7 @@ def killed(watcher: Watcher, name: str, before: set[int]) -> None:
     check("its BPF programs are seen", bool(guest_bpf.programs() - before), f"{len(before)} before")
     found = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{watcher.process.pid}/status").read_text())
     kept = int(found[1]) // 1024 if found else 0
-    check("it takes less than 200 MiB", 0 < kept < 200, f"{kept} MiB")
+    check("it takes less than 100 MiB", 0 < kept < 100, f"{kept} MiB")
     pid = os.fork()
     if pid == 0:
 

@@ -9,14 +9,20 @@ import os
 import time
 from pathlib import Path
 
-from regrepro.errors import EnvironmentProblem
+from regrepro.errors import EXIT_UNDECIDED, EnvironmentProblem
 
 # Not in the journals' directory, which comes and goes.
 PATH = Path("/run/regrepro-watch.lock")
 
 
+class WatchedAlready(EnvironmentProblem):
+    """Another watch holds this node now: it may be tried again, as a node that cannot be watched may not."""
+
+    exit_code = EXIT_UNDECIDED
+
+
 class Lock:
-    """The lock of the node's watch. Raises EnvironmentProblem, naming the holder, where another has it."""
+    """The lock of the node's watch. Raises WatchedAlready, naming the holder, where another has it."""
 
     def __init__(self, out: Path, path: Path = PATH) -> None:
         try:
@@ -31,7 +37,7 @@ class Lock:
             os.close(self._fd)
             if error.errno not in (errno.EAGAIN, errno.EACCES):
                 raise EnvironmentProblem(f"cannot lock {path}", why=error.strerror or str(error)) from None
-            raise EnvironmentProblem(
+            raise WatchedAlready(
                 "this node is being watched already", why=_holder(told), hint="stop that one first"
             ) from None
         os.ftruncate(self._fd, 0)

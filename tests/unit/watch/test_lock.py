@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from regrepro.errors import EnvironmentProblem
-from regrepro.watch.lock import Lock
+from regrepro.watch.lock import Lock, WatchedAlready
 
 
 def test_a_second_watch_says_who_holds_the_first(tmp_path: Path) -> None:
     lock = Lock(tmp_path / "out", tmp_path / "lock")
-    with pytest.raises(EnvironmentProblem, match=f"process {os.getpid()} since .*{tmp_path}/out"):
+    with pytest.raises(WatchedAlready, match=f"process {os.getpid()} since .*{tmp_path}/out"):
         Lock(tmp_path / "other", tmp_path / "lock")
+    assert WatchedAlready.exit_code == 125  # the unit tries again; after 2, "cannot be watched", it does not
     lock.release()
     Lock(tmp_path / "other", tmp_path / "lock").release()
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
+from regrepro.kernel import journal
 from regrepro.watch import lock
 from regrepro.watch.commands import watch as command
 
@@ -64,16 +65,33 @@ def test_the_unit_has_the_capabilities_that_watch_needs_and_no_more() -> None:
     [bounding] = unit["CapabilityBoundingSet"]
     assert set(bounding.split()) == {f"CAP_{name}" for name in CAPABILITIES}
     assert "AmbientCapabilities" not in unit and unit["NoNewPrivileges"] == ["yes"]
-    # What watch looks at must not be hidden from it.
+    # What watch looks at must not be hidden from it: kcore and kallsyms, other processes, and their rights.
     for name in (
         "ProtectKernelTunables",
         "ProtectKernelLogs",
         "ProtectProc",
         "PrivateUsers",
-        "RestrictNamespaces",
+        "PrivateDevices",
     ):
         assert name not in unit
-    assert "SystemCallFilter" not in unit and "MemoryDenyWriteExecute" not in unit  # bpf(2) is used
+    assert {"bpf", "perf_event_open"} <= set(unit["SystemCallFilter"][0].split())
+    assert unit["UMask"] == ["0077"] and unit["StateDirectoryMode"] == ["0700"]
+    assert unit["RestrictNamespaces"] == unit["LockPersonality"] == unit["PrivateNetwork"] == ["yes"]
+
+
+def test_the_unit_exposes_little() -> None:
+    tool = shutil.which("systemd-analyze")
+    if tool is None:
+        pytest.skip("needs systemd-analyze (package systemd)")
+    done = subprocess.run(
+        [tool, "security", "--offline=true", "--no-pager", str(UNIT)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    exposure = re.search(r"Overall exposure level for \S+: ([\d.]+)", done.stdout)
+    assert exposure is not None and float(exposure[1]) <= 3.5, done.stdout + done.stderr
 
 
 def test_the_unit_can_write_where_watch_writes_and_stays_small() -> None:
@@ -82,10 +100,11 @@ def test_the_unit_can_write_where_watch_writes_and_stays_small() -> None:
     [started] = unit["ExecStart"]
     assert "--out /var/lib/regrepro/watch" in started
     [writable] = unit["ReadWritePaths"]
-    assert str(lock.PATH.parent) in writable.split()
-    # What makes the metrics' directory must not be held by ProtectSystem=strict itself.
-    [makes] = unit["ExecStartPre"]
+    assert writable.split()[:2] == [str(lock.PATH), str(journal.places()[0])]
+    # What makes these must not be held by ProtectSystem=strict itself.
+    makes, touches = unit["ExecStartPre"]
     assert makes.startswith("-+") and makes.split()[-1] == writable.split()[-1].lstrip("-")
+    assert touches.startswith("+") and all(path in touches for path in writable.split()[:2])
     assert {"MemoryMax", "CPUQuota", "OOMScoreAdjust"} <= set(unit)
     # 2 is "cannot be watched": starting it again and again would not help.
     assert unit["Restart"] == ["on-failure"] and unit["RestartPreventExitStatus"] == ["2"]
