@@ -21,6 +21,7 @@ class WatchCounts:
     copies: int = 0
     copies_not_followed: int = 0
     record_problems: int = 0
+    recorded_bytes: int = 0  # of failures
     started: float = 0.0
     last_failure: float = 0.0
     registrations: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)

@@ -72,6 +72,7 @@ class FailedRegistration:
     access: int | None = None
     fd: int | None = None
     uid: int | None = None
+    owner: tuple[int | None, str] = (None, "")  # user and container
     process_start: int | None = None
     limits: dict[str, int | None] = field(default_factory=dict)
     pin_calls: int = 0

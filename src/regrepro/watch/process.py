@@ -81,6 +81,14 @@ def container_of(cgroup: str) -> dict[str, str] | None:
     return found
 
 
+def owner_of(pid: int, uid: int | None, proc: Path = PROC) -> tuple[int | None, str]:
+    """Return whose a failure is: the user, as the kernel said, and the container; "" without one, or where
+    the process is gone.
+    """
+    cgroup = read_text(proc / str(pid) / "cgroup", [])
+    return uid, (container_of(cgroup or "") or {}).get("id", "")
+
+
 def memlock_limit(limits: str) -> int | str | None:
     """Return the soft limit of locked memory in bytes, None for unlimited, "" where it is not told."""
     found = re.search(r"^Max locked memory\s+(\S+)\s", limits, re.MULTILINE)

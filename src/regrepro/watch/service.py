@@ -36,15 +36,17 @@ from regrepro.watch.happenings import (
     Stopped,
     Surroundings,
 )
+from regrepro.watch.heartbeat import Heartbeat
 from regrepro.watch.later_looks import CaughtFailure, LaterLooks, no_look
 from regrepro.watch.libraries import Copies, system_copies
 from regrepro.watch.lock import Lock
 from regrepro.watch.losses import Losses
 from regrepro.watch.observe import Observer
 from regrepro.watch.open_devices import devices_are_gone
-from regrepro.watch.process import kernel_boottime
+from regrepro.watch.process import kernel_boottime, owner_of
 from regrepro.watch.registrations import Account
 from regrepro.watch.run_directories import RunDirectories
+from regrepro.watch.sinks import prometheus
 from regrepro.watch.sinks.terminal import say_on_stderr
 from regrepro.watch.suppression import Limiter, Suppression
 from regrepro.watch.watch_settings import WatchSettings
@@ -57,6 +59,7 @@ _OPENED_KEPT, _OPENED_SECONDS = 4096, 1.0  # in which a process that opens devic
 # gathered for so long.
 _FAST_TIMES, _FAST_SECONDS, _TOGETHER_SECONDS = 4, 0.1, 0.02
 _BREATH_SECONDS = 0.001
+_QUOTA_SHARES = 8  # of which one user or container fills one a day
 _LOST_NEAR = "events were lost near this failure"
 
 
@@ -83,7 +86,15 @@ class Service:
         self._losses = Losses(self.counts)
         self._suppression = Suppression(self.counts)
         self._account = Account()
-        self._limiter = Limiter(settings.rate, settings.burst, settings.each, settings.window, time.monotonic)
+        self._heart = Heartbeat(self._stands_still, self._goes_on)
+        self._limiter = Limiter(
+            settings.rate,
+            settings.burst,
+            settings.each,
+            settings.window,
+            share=settings.quota // _QUOTA_SHARES,
+            now=time.monotonic,
+        )
 
     # Setting up
 
@@ -164,7 +175,9 @@ class Service:
         counted_due = suppressed_due = 0.0
         self._say(self._told_start())
         self.counts.watching = 1
+        self._heart.start()
         while not self._stop:
+            self._heart.beat("its loop")
             due = [time.monotonic() + _IDLE_SECONDS, counted_due]
             if self._opened_again:
                 due.append(time.monotonic() + _OPENED_SECONDS)
@@ -201,6 +214,18 @@ class Service:
                 break
             if self.settings.duration and now - begin >= self.settings.duration:
                 break
+
+    def _stands_still(self, sentence: str) -> None:
+        """Called by the heartbeat's thread: the loop does nothing meanwhile that this could disturb."""
+        self.counts.watching = 0
+        say_on_stderr(sentence)
+        if self.settings.metrics is not None:
+            with suppress(OSError):
+                prometheus.write(self.settings.metrics, prometheus.text_of(self.counts))
+
+    def _goes_on(self) -> None:
+        self.counts.watching = 1
+        self._say("it goes on")
 
     def _busy(self) -> bool:
         return bool(self._done) or (self._engine is not None and self._engine.correlator.waiting)
@@ -254,6 +279,7 @@ class Service:
             self._opened_at.clear()
         self._opened_at[pid] = now
         self._opened_again.discard(pid)
+        self._heart.beat(f"a look at process {pid}")
         self._observer.meet(pid)
         before = set(self._copies.known)
         engine = self._engine
@@ -292,7 +318,9 @@ class Service:
         """The kernel's word has come: look at the process at once, if it is to be recorded in full."""
         self.counts.last_failure = time.time()
         self._taken_at.append(time.monotonic())
-        if self._limiter.allows(failure.key()) and self._directories.room():
+        failure.owner = owner_of(failure.pid, failure.uid)
+        if self._limiter.allows(failure.key(), failure.owner) and self._directories.room():
+            self._heart.beat(f"a look at process {failure.pid}")
             self._evidence[id(failure)] = self._observer.look(failure)
 
     def _complete(self, failure: FailedRegistration) -> None:
@@ -336,7 +364,9 @@ class Service:
         looks = bool(bug) and seen.frames is not None
         why_not = self._looks.take(item) if looks else ""
         if self._sinks is not None:
+            before = self.counts.recorded_bytes
             self._sinks.take(Caught(item, verdict, waits=looks and not why_not))
+            self._limiter.spent(failure.owner, self.counts.recorded_bytes - before)
         if why_not:
             self._looked(item, no_look(why_not), last=True)
 
@@ -411,6 +441,7 @@ class Service:
             self._sinks.take(Counted())
 
     def _finish(self) -> None:
+        self._heart.stop()
         engine = self._engine
         if engine is not None:
             engine.stop()

@@ -13,6 +13,8 @@ from regrepro.watch.evidence import UNKNOWN_ERRNO
 from regrepro.watch.failed_registration import FailedRegistration
 
 _KINDS_KEPT = 10_000
+_OWNERS_AT_ONCE = 8  # whose rates all failures together may reach
+_DAY = 86400.0
 
 
 @dataclass
@@ -21,31 +23,63 @@ class _Seen:
     since: float = 0.0
 
 
-class Limiter:
-    """Lets `rate` a second through, `burst` at once, and `each` of one kind within `window` seconds."""
+class _Tokens:
+    """So many a second, and so many at once."""
 
-    def __init__(self, rate: float, burst: int, each: int, window: float, now: Callable[[], float]) -> None:
-        self._rate, self._burst, self._each, self._window = rate, burst, each, window
-        self._now = now
-        self._tokens = float(burst)
-        self._at = now()
-        self._seen: dict[Hashable, _Seen] = {}
+    def __init__(self, rate: float, burst: float, now: float) -> None:
+        self._rate, self._burst, self.left, self._at = rate, burst, burst, now
 
-    def allows(self, kind: Hashable) -> bool:
-        """Whether a failure of this kind may be recorded in full now."""
-        now = self._now()
-        self._tokens = min(self._burst, self._tokens + (now - self._at) * self._rate)
+    def refill(self, now: float) -> _Tokens:
+        self.left = min(self._burst, self.left + (now - self._at) * self._rate)
         self._at = now
-        if len(self._seen) > _KINDS_KEPT:
-            self._seen = {key: seen for key, seen in self._seen.items() if now - seen.since < self._window}
+        return self
+
+
+class Limiter:
+    """Lets `rate` a second of each owner through, `burst` at once, `each` of one kind within `window` seconds
+    and `share` bytes of each owner a day: nobody's failures keep those of others from being recorded, or push
+    their records out.
+    """
+
+    def __init__(
+        self, rate: float, burst: int, each: int, window: float, *, share: int, now: Callable[[], float]
+    ) -> None:
+        self._rate, self._burst, self._each, self._window, self._share = rate, burst, each, window, share
+        self._now = now
+        self._all = _Tokens(rate * _OWNERS_AT_ONCE, burst * _OWNERS_AT_ONCE, now())
+        self._owners: dict[Hashable, _Tokens] = {}
+        self._seen: dict[Hashable, _Seen] = {}
+        self._spent: dict[Hashable, int] = {}
+        self._day = now()
+
+    def allows(self, kind: Hashable, owner: Hashable) -> bool:
+        """Whether a failure of this kind and owner may be recorded in full now."""
+        now = self._now()
+        if now - self._day >= _DAY:
+            self._day, self._spent = now, {}
+        for kept in (self._seen, self._owners):
+            if len(kept) > _KINDS_KEPT:
+                for old in list(kept)[: _KINDS_KEPT // 2]:
+                    del kept[old]
         seen = self._seen.setdefault(kind, _Seen(0, now))
         if now - seen.since >= self._window:
             seen.full, seen.since = 0, now
-        if seen.full >= self._each or self._tokens < 1:
+        tokens = [
+            self._all.refill(now),
+            self._owners.setdefault(owner, _Tokens(self._rate, self._burst, now)).refill(now),
+        ]
+        if seen.full >= self._each or any(one.left < 1 for one in tokens):
+            return False
+        if self._spent.get(owner, 0) >= self._share:
             return False
         seen.full += 1
-        self._tokens -= 1
+        for one in tokens:
+            one.left -= 1
         return True
+
+    def spent(self, owner: Hashable, size: int) -> None:
+        """Count the bytes of a failure that was recorded."""
+        self._spent[owner] = self._spent.get(owner, 0) + size
 
 
 class Suppression:

@@ -48,8 +48,10 @@ class RecordSink:
                 return
             self._write([("watch", {"what": happening.what, **happening.keys})])
         elif isinstance(happening, Caught):
+            before = self._directories.size
             if self._write(happening.item.events()):
                 self._directories.written += 1
+            self._counts.recorded_bytes += max(0, self._directories.size - before)
             if happening.waits:
                 self._open.append(happening.item)
         elif isinstance(happening, Looked):
