@@ -1,5 +1,5 @@
-"""`regrepro watch` beside users who want it to stop, to lie or to write elsewhere. Run as root in a lab guest;
-prints TAP.
+"""`regrepro watch` beside users who want it to stop, to lie or to write elsewhere. Run as root in a lab
+guest; prints TAP.
 
 `python tests/lab/guest_hostile.py [--seconds N]`: the attackers are processes of two users without any
 privilege; the guest needs unpinnable memory that anonymous memory lands in (`movablecore=512M`). Exit code 0
@@ -74,9 +74,9 @@ def forges(name: str) -> int:
 
 
 def forging(name: str) -> None:
+    Path("/proc/self/comm").write_text("a\nFORGED\x1b[2J")
     os.setgid(ATTACKER)
     os.setuid(ATTACKER)
-    Path("/proc/self/comm").write_text("a\nFORGED\x1b[2J")
     while True:
         with_device(name, fails)()
         time.sleep(0.5)
@@ -162,10 +162,13 @@ def main() -> int:
     for directory, uid in ((theirs, ATTACKER), (metrics, PROMETHEUS)):
         directory.mkdir()
         os.chown(directory, uid, uid)
+        directory.chmod(0o777)  # with the unit's capabilities root cannot write in another's directory
     root_file = scratch / "root's"
     root_file.write_text("untouched")
     root_file.chmod(0o644)
-    watcher = Watcher(scratch / "watch", "--metrics", str(metrics / "watch.prom"))
+    # Emulated, ten records a second are more than a CPU can make beside those that attack.
+    limits = ["--rate", "2", "--burst", "5"]
+    watcher = Watcher(scratch / "watch", "--metrics", str(metrics / "watch.prom"), *limits)
     if not check("it watches", watcher.said("watching:"), watcher.log.read_text()[-400:]):
         return 1
     pid = watcher.process.pid
