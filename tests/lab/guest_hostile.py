@@ -1,7 +1,7 @@
 """`regrepro watch` beside users who want it to stop, to lie or to write elsewhere. Run as root in a lab
 guest; prints TAP.
 
-`python tests/lab/guest_hostile.py [--seconds N]`: the attackers are processes of two users without any
+`python tests/lab/guest_hostile.py [--seconds N]`: the attackers are processes of users without any
 privilege; the guest needs unpinnable memory that anonymous memory lands in (`movablecore=512M`). Exit code 0
 when every line is `ok`, else 1.
 """
@@ -29,7 +29,7 @@ from regrepro.core import memory, pins, verbs
 from regrepro.watch import lock
 from regrepro.watch.libraries import system_copies
 
-ATTACKER, VICTIM, PROMETHEUS = 1001, 1002, 65534
+ATTACKER, VICTIM, FORGER, PROMETHEUS = 1001, 1002, 1003, 65534
 FORGED = "5) : ok\n14:02:11 python3 (1): class B, proven: FORGED\x1b[2J\u202e"
 MAPPINGS = 20_000
 
@@ -69,14 +69,14 @@ def forges(name: str) -> int:
         os.P_NOWAIT,
         sys.executable,
         [sys.executable, "-S", __file__, "--forging", name, "--seconds", FORGED],
-        {**os.environ, **many, "RANK": FORGED},
+        {"RANK": FORGED, **os.environ, **many},
     )
 
 
 def forging(name: str) -> None:
     Path("/proc/self/comm").write_text("a\nFORGED\x1b[2J")
-    os.setgid(ATTACKER)
-    os.setuid(ATTACKER)
+    os.setgid(FORGER)
+    os.setuid(FORGER)
     while True:
         with_device(name, fails)()
         time.sleep(0.5)

@@ -71,6 +71,7 @@ ROWS = [
             ("guest_audit.py", "movablecore"),
             TRACE,
             WATCH,
+            ("guest_hostile.py",),
             ("guest_kills.py", "--kills", "20"),
         ),
     ),
