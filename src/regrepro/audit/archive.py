@@ -16,7 +16,8 @@ import stat
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -31,6 +32,15 @@ RATIO = 250
 RATIO_FROM = 64 << 20
 """Beyond this many bytes, unpacked over packed may not exceed RATIO (text reaches 50, zeros a thousand)."""
 XZ_MEMORY = 256 << 20
+MAX_HEADER = 64 << 10
+"""Bytes of one extended header of tar: a path has 4,096 at most."""
+_EXTENDED = (
+    tarfile.XHDTYPE,
+    tarfile.XGLTYPE,
+    tarfile.SOLARIS_XHDTYPE,
+    tarfile.GNUTYPE_LONGNAME,
+    tarfile.GNUTYPE_LONGLINK,
+)
 
 _MAGIC = (
     (b"\x1f\x8b", "gzip"),
@@ -169,20 +179,37 @@ def _refuse_name(archive: str, name: str) -> UsageError:
     )
 
 
+class _Member(tarfile.TarInfo):
+    """A member whose extended headers (pax, GNU's long names) are no larger than names need."""
+
+    def _proc_member(self, tar: tarfile.TarFile) -> tarfile.TarInfo:
+        if self.type in _EXTENDED and self.size > MAX_HEADER:
+            raise tarfile.ReadError(f"a header of {self.size} bytes")
+        made: tarfile.TarInfo = super()._proc_member(tar)  # type: ignore[misc]
+        made.pax_headers = {}
+        return made
+
+
+def tar_members(file: BinaryIO) -> Iterator[tuple[tarfile.TarFile, tarfile.TarInfo]]:
+    """Yield the members of a tar stream, each while it can be read. Raises tarfile.TarError."""
+    with tarfile.open(fileobj=file, mode="r|", tarinfo=_Member) as tar:
+        for member in tar:
+            yield tar, member
+            tar.members = []  # type: ignore[attr-defined]  # it would keep what it has seen
+            tar.pax_headers = {}
+
+
 def members(file: BinaryIO, archive: str, wanted: Callable[[str], bool] | None = None) -> dict[str, bytes]:
     """Return the wanted regular files of a tar stream, for a few small ones out of a large package."""
     found: dict[str, bytes] = {}
-    with tarfile.open(fileobj=file, mode="r|") as tar:
-        for count, member in enumerate(tar):
-            if count > MAX_MEMBERS:
-                break
-            name = inside(member.name)
-            if name is None:
-                raise _refuse_name(archive, member.name)
-            if member.isreg() and member.size <= MAX_FILE and (wanted is None or wanted(name)):
-                data = tar.extractfile(member)
-                if data is not None:
-                    found[name] = data.read(MAX_FILE)
+    for tar, member in islice(tar_members(file), MAX_MEMBERS):
+        name = inside(member.name)
+        if name is None:
+            raise _refuse_name(archive, member.name)
+        if member.isreg() and member.size <= MAX_FILE and (wanted is None or wanted(name)):
+            data = tar.extractfile(member)
+            if data is not None:
+                found[name] = data.read(MAX_FILE)
     return found
 
 
@@ -244,20 +271,19 @@ def _links(into: Path, links: dict[str, str]) -> None:
 def _untar(stream: BinaryIO, archive: str, into: Path) -> int:
     kept = 0
     links: dict[str, str] = {}
-    with tarfile.open(fileobj=stream, mode="r|") as tar:
-        for count, member in enumerate(tar):
-            if count > MAX_MEMBERS:
-                raise UsageError(f"{archive} is refused", why=f"it has more than {MAX_MEMBERS} members")
-            name = inside(member.name)
-            if name is None:
-                raise _refuse_name(archive, member.name)
-            if member.issym():
-                links[name] = member.linkname
-            elif member.isreg() and member.size <= MAX_FILE and name != ".":
-                data = tar.extractfile(member)
-                if data is not None:
-                    _put(into, name, cast(BinaryIO, data))
-                    kept += 1
+    for count, (tar, member) in enumerate(tar_members(stream)):
+        if count > MAX_MEMBERS:
+            raise UsageError(f"{archive} is refused", why=f"it has more than {MAX_MEMBERS} members")
+        name = inside(member.name)
+        if name is None:
+            raise _refuse_name(archive, member.name)
+        if member.issym():
+            links[name] = member.linkname
+        elif member.isreg() and member.size <= MAX_FILE and name != ".":
+            data = tar.extractfile(member)
+            if data is not None:
+                _put(into, name, cast(BinaryIO, data))
+                kept += 1
     _links(into, links)
     return kept
 

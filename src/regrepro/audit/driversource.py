@@ -148,25 +148,28 @@ def _unknown(why: str) -> HostPin:
     return HostPin(dict.fromkeys(ARCHES, UNKNOWN), UNKNOWN, why)
 
 
+# What a file of the driver never comes near; it may be a stranger's.
+_TEXT_LIMIT, _PARAMETERS_LIMIT, _LINE_LIMIT, _BRANCHES_LIMIT = 1 << 20, 4096, 4096, 64
+
+
 def function_body(text: str, name: str) -> str | None:
     """Return the body of a function's definition, without the braces, or None."""
+
+    def closed(start: int, end: int, pair: str) -> int | None:
+        """Return where what was opened before `start` is closed."""
+        depth = 1
+        for sign in re.finditer(f"[{re.escape(pair)}]", text[start:end]):
+            depth += 1 if sign[0] == pair[0] else -1
+            if not depth:
+                return start + sign.end()
+        return None
+
     for match in re.finditer(rf"\b{re.escape(name)}\s*\(", text):
-        depth = 1
-        index = match.end()
-        while index < len(text) and depth:
-            depth += {"(": 1, ")": -1}.get(text[index], 0)
-            index += 1
-        rest = text[index:]
-        opening = re.match(r"\s*\{", rest)
-        if not opening:
-            continue
-        depth = 1
-        start = index + opening.end()
-        index = start
-        while index < len(text) and depth:
-            depth += {"{": 1, "}": -1}.get(text[index], 0)
-            index += 1
-        return text[start : index - 1] if depth == 0 else None
+        index = closed(match.end(), match.end() + _PARAMETERS_LIMIT, "()")
+        opening = re.compile(r"\s{0,999}\{").match(text, index) if index is not None else None
+        if opening:
+            end = closed(opening.end(), len(text), "{}")
+            return None if end is None else text[opening.end() : end - 1]
     return None
 
 
@@ -178,6 +181,8 @@ def read_host_pin(text: str, tested: bool | None = None) -> HostPin:
     """Decide from os-mlock.c; `tested` says whether the build runs the test of FOLL_LONGTERM (None: not
     known).
     """
+    if len(text) > _TEXT_LIMIT:
+        return _unknown(f"it has {len(text)} bytes, which the driver's os-mlock.c never has")
     plain = strip_comments(text)
     body = function_body(plain, "os_lock_user_pages")
     if body is None:
@@ -199,6 +204,8 @@ def read_host_pin(text: str, tested: bool | None = None) -> HostPin:
     stack: list[str] = []
     seen: list[list[str]] = []
     for line in body.splitlines():
+        if len(line) > _LINE_LIMIT or len(stack) > _BRANCHES_LIMIT or len(uses) > _BRANCHES_LIMIT:
+            return _unknown("os_lock_user_pages() is larger than any that this reader knows")
         directive = re.match(r"\s*#\s*(if|ifdef|ifndef|elif|else|endif|define|undef)\b(.*)", line)
         if directive:
             word, rest = directive[1], directive[2].strip()
@@ -212,6 +219,8 @@ def read_host_pin(text: str, tested: bool | None = None) -> HostPin:
                 before = " && ".join(f"!({one})" for one in seen[-1])
                 stack[-1] = f"({before})" + (f" && ({rest})" if word == "elif" else "")
                 seen[-1].append(rest)
+                if len(seen[-1]) > _BRANCHES_LIMIT:
+                    return _unknown("os_lock_user_pages() is larger than any that this reader knows")
             elif word == "endif":
                 if not stack:
                     return _unknown("its #if and #endif do not match")

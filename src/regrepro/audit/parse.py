@@ -166,7 +166,7 @@ def rdma_resource(text: str) -> dict[str, dict[str, int]]:
     for line in text.splitlines():
         match = re.match(r"\d+:\s+(\S+?):\s+(.*)$", line)
         if match:
-            pairs = re.findall(r"([a-z_]+) (\d{1,18})(?=\s|$)", match[2])
+            pairs = re.findall(r"(?<![a-z_])([a-z_]+) (\d{1,18})(?=\s|$)", match[2])
             found[match[1]] = {name: int(number) for name, number in pairs}
     return found
 

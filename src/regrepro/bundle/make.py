@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from regrepro import __version__, judge
+from regrepro.audit.archive import decompressed, tar_members
 from regrepro.bundle.redact import Redactor
 from regrepro.bundle.repeat import how_to_repeat
 from regrepro.errors import EnvironmentProblem, RegreproError, UsageError
@@ -30,6 +31,8 @@ SCHEMA = "regrepro.bundle/1"
 SUMS = "SHA256SUMS"
 BUG_REPORT = "nvidia-bug-report.log.gz"
 _LIMIT = 256 << 20
+# Bytes of a bundle that is checked: it may be a stranger's, and all of it is in memory.
+_CHECK_LIMIT = 64 << 20
 
 # Files of a run directory that are looked at, and what they are.
 _LOGS = ("console.log", "dmesg.txt", "dmesg.log", "dmesg", "kern.log", "kernel.log")
@@ -465,10 +468,11 @@ def _open(path: Path) -> dict[str, bytes]:
             return {file.relative_to(path).as_posix(): file.read_bytes() for file in found}
         files: dict[str, bytes] = {}
         total = 0
-        with tarfile.open(path, mode="r:gz") as tar:
-            for member in tar:
+        with path.open("rb") as file:
+            packed = decompressed(file, "gzip", path.stat().st_size, path.name)
+            for tar, member in tar_members(packed):
                 total += member.size
-                if not member.isfile() or total > _LIMIT:
+                if not member.isfile() or total > _CHECK_LIMIT:
                     raise UsageError(
                         f"{path} is no bundle", why=f"{member.name[:80]} is no plain file or too large"
                     )

@@ -67,8 +67,9 @@ def lab_command(header: Mapping[str, Any]) -> str:
     lab = header.get("lab") if isinstance(header.get("lab"), Mapping) else {}
     assert isinstance(run, Mapping) and isinstance(node, Mapping) and isinstance(lab, Mapping)
     series = re.match(r"\d+\.\d+", str(node.get("kernel") or ""))
-    words = ["regrepro", "lab", "run", *(str(name).rpartition("/")[2] for name in run.get("names") or ())]
-    if not run.get("names") and run.get("profile") not in (None, "default", "watch"):
+    names = run["names"] if isinstance(run.get("names"), list) else []
+    words = ["regrepro", "lab", "run", *(str(name).rpartition("/")[2] for name in names)]
+    if not names and run.get("profile") not in (None, "default", "watch"):
         words += ["--profile", str(run["profile"])]
     words += ["--kernel", series[0] if series else "latest"]
     boot = boot_of(header)

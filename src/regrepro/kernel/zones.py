@@ -97,7 +97,7 @@ def layout_of(zones: Iterable[Zone]) -> set[tuple[int, str, int | None, int, int
 
 def parse_meminfo(text: str) -> dict[str, int]:
     """Parse /proc/meminfo, or a node's: bytes by name (plain numbers for the lines without a unit)."""
-    pattern = r"^\s*(?:Node \d+ )?([A-Za-z0-9_()]+):\s+(\d{1,20})( kB)?\s*$"
+    pattern = r"^[ \t]*(?:Node \d+ )?([A-Za-z0-9_()]+):[ \t]+(\d{1,20})( kB)?[ \t\r]*$"
     found = re.findall(pattern, text, re.M | re.A)
     return {name: int(number) * (1024 if unit else 1) for name, number, unit in found}
 

@@ -17,6 +17,7 @@ from regrepro.record.events import SCHEMA
 from regrepro.record.writer import FILE_NAME
 
 _SCHEMA_1 = "regrepro.record/1"
+VALUES_LIMIT = 5_000_000  # of a record: in memory each takes some 70 bytes
 _FAILURE = re.compile(r"failure-\d+")
 
 
@@ -79,8 +80,15 @@ def read_record(path: str | os.PathLike[str]) -> Record:
             hint=f"it was written by regrepro {header.get('version', 'of unknown version')}: use that one",
         )
     events: list[dict[str, Any]] = []
+    values = 0
     expected = 1
     for number, line in enumerate(lines[1:], start=2):
+        values += sum(line.count(sign) for sign in b"[{,")
+        if values > VALUES_LIMIT:
+            raise UsageError(
+                f"{file} is not read",
+                why=f"it holds more than {VALUES_LIMIT} values, far more than a run makes",
+            )
         event = _parse(line)
         if event is None or not isinstance(event.get("event"), str):
             problems.append(f"line {number} is no event and was left out")

@@ -7,8 +7,9 @@ parts that it shares with all others are the template `data/reproducer.c.in`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import resources
+from itertools import islice
 from typing import Any
 
 from regrepro.errors import UsageError
@@ -149,10 +150,10 @@ class _Program:
         kind = str(event.get("event"))
         if kind in _SILENT:
             return
-        made = getattr(self, f"_{kind.replace('-', '_')}", None)
+        made = _STEPS.get(kind)
         if made is None:
             raise self._cannot(f"it has a step {event.get('name') or kind!r}, which no C program knows")
-        yield from made(event)
+        yield from made(self, event)
 
     def _buffer(self, event: Mapping[str, Any]) -> Iterator[str]:
         number, page = self._id(event, "buffer"), words.number_of(event.get("page_size"))
@@ -184,9 +185,10 @@ class _Program:
         number, buffer = self._id(event, "pin"), self._id(event, "buffer")
         make = {"pin": "pin_pages", "get": "get_pages", "longterm": "longterm_pin"}[str(kind)]
         self._parts.add({"pin": "pin", "get": "get", "longterm": "uring"}[str(kind)])
-        calls = [piece for given in self._ranges(event) for piece in _split(*given, kind == "pin")]
+        pieces = (piece for given in self._ranges(event) for piece in _split(*given, kind == "pin"))
+        calls = list(islice(pieces, _MOST_CALLS + 1))
         if len(calls) > _MOST_CALLS:
-            raise self._cannot(f"pin {number} takes {len(calls)} calls")
+            raise self._cannot(f"pin {number} takes more than {_MOST_CALLS} calls")
         for n, (first, count) in enumerate(calls):
             name = f"p{number}" + (f"_{n}" if len(calls) > 1 else "")
             call = f"{make}(&b{buffer}, {first}, {count})"
@@ -276,6 +278,14 @@ class _Program:
         return value
 
 
+# What a C program can do of a run's events.
+_STEPS: dict[str, Callable[[_Program, Mapping[str, Any]], Iterator[str]]] = {
+    "buffer": _Program._buffer,
+    "pin": _Program._pin,
+    "release": _Program._release,
+    "register": _Program._register,
+    "deregister": _Program._deregister,
+}
 _UNPINNABLE = ("unpinnable", "cma", "movable-zone")
 
 
@@ -283,10 +293,10 @@ def _pieces(place: object, pages: int) -> Iterator[tuple[int, int, str]]:
     """What was asked of a buffer's place, as runs; a lone mapping names the unpinnable pages."""
     if isinstance(place, Mapping):
         which = next((place[kind] for kind in _UNPINNABLE if kind in place), None)
-        marked = {page for page in words.list_of(which) if isinstance(page, int)}
+        marked = {page for page in words.list_of(which) if isinstance(page, int) and 0 <= page < pages}
         first = 0
-        for page in range(1, pages + 1):
-            if page == pages or (page in marked) != (first in marked):
+        for page in sorted({*marked, *(page + 1 for page in marked), pages}):
+            if page > first and (page == pages or (page in marked) != (first in marked)):
                 yield first, page - first, "UNPINNABLE" if first in marked else "ORDINARY"
                 first = page
         return

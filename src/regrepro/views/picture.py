@@ -167,7 +167,7 @@ def _nodes(
             node = words.number_of(zone.get("node"))
             zones.setdefault(node, []).append((str(zone.get("zone")), first, first + spanned))
     unpinnable = [
-        (item[0], item[1], item[2] if item[2] in UNPINNABLE else "unknown")
+        (item[0], item[1], item[2] if str(item[2]) in UNPINNABLE else "unknown")
         for item in words.list_of(memory_map.get("unpinnable_ranges"))
         if isinstance(item, list) and len(item) == 3 and all(type(number) is int for number in item[:2])
     ]
