@@ -81,8 +81,11 @@ as_root() {
 	fi
 }
 
+# Whatever this machine's apt allows (a source that is marked trusted stays what it is).
+SIGNED_ONLY=(-o Acquire::AllowInsecureRepositories=false -o Acquire::AllowDowngradeToInsecureRepositories=false
+	-o APT::Get::AllowUnauthenticated=false)
 apt_install() {
-	as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends "$@"
+	as_root env DEBIAN_FRONTEND=noninteractive apt-get "${SIGNED_ONLY[@]}" install -y -q --no-install-recommends "$@"
 }
 
 # Install what is missing of the named packages.
@@ -101,7 +104,7 @@ need_packages() {
 	if apt-cache show "${missing[@]}" >/dev/null 2>&1 && logged "$CACHE/apt.log" apt_install "${missing[@]}" 2>/dev/null; then
 		return 0
 	fi
-	logged "$CACHE/apt-update.log" as_root apt-get update -q || die "apt-get update failed (above): is the network up?"
+	logged "$CACHE/apt-update.log" as_root apt-get "${SIGNED_ONLY[@]}" update -q || die "apt-get update failed (above): is the network up?"
 	logged "$CACHE/apt.log" apt_install "${missing[@]}" || die "apt-get could not install the packages (above)"
 }
 

@@ -198,6 +198,11 @@ def apt_configuration(directory: Path, source_file: Path, architecture: str) -> 
         'Acquire::Retries "2";\n'
         'Acquire::http::Timeout "20";\n'
         'Acquire::https::Timeout "20";\n'
+        # What it brings is run as root in guests, and built on: never unsigned, whatever the host allows.
+        'Acquire::AllowInsecureRepositories "false";\n'
+        'Acquire::AllowWeakRepositories "false";\n'
+        'Acquire::AllowDowngradeToInsecureRepositories "false";\n'
+        'APT::Get::AllowUnauthenticated "false";\n'
     )
 
 
