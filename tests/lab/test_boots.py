@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -76,19 +77,24 @@ def test_a_guest_has_what_scenarios_need(lab: Lab) -> None:
             f"{sys.executable} -S -c 'from regrepro.lab.token import in_lab_guest; print(in_lab_guest())'",
             "exit 7",
             "mount | grep ' on / '",
+            "cd $(awk '/^virtme.initmount/ && / rw/ {print $2; exit}' /proc/mounts) && ln -s /etc/shadow link"
+            " && mkfifo fifo && cp /bin/true suid && chmod 4755 suid && test -u suid -a -L link",
         ],
     )
     assert boot.ending.what == "finished", boot.ending
     assert boot.ending.notes == []
     codes = [code for code, _ in boot.results]
     outputs = [text.split("\n")[0] for _, text in boot.results]
-    assert codes == [0, 0, 0, 0, 0, 7, 0], boot.results
+    assert codes == [0, 0, 0, 0, 0, 7, 0, 0], boot.results
     assert "ACTIVE" in outputs[0]
     assert outputs[1] == "1"
     assert int(outputs[2]) == 512 * 1024
     assert outputs[3] == "regrepro-lab"
     assert outputs[4] == "True"
     assert "(ro," in outputs[6], "the guest could write to this host"
+    for name in ("link", "fifo", "suid"):
+        left = (boot.out / name).lstat()
+        assert stat.S_ISREG(left.st_mode) and not left.st_mode & stat.S_ISUID, name
 
 
 @pytest.mark.parametrize("series", ["6.12", "6.1", "5.10"])

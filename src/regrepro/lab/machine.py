@@ -86,6 +86,23 @@ class Ending:
     notes: list[str] = field(default_factory=list)
 
 
+def _mapped(word: str) -> str:
+    """Return a shared directory's option so that what the guest writes there is plain files of ours, whatever
+    it is to the guest: a link, a device or a set-user-ID file must not be one on this host.
+    """
+    found = re.match(r"local,id=\w+,path=(.*),security_model=none(?!.*readonly=on)", word)
+    if not found:
+        return word
+    path = found[1].replace(",,", ",")
+    try:
+        os.setxattr(path, "user.virtfs.probe", b"")
+        os.removexattr(path, "user.virtfs.probe")
+        model = "mapped-xattr"
+    except OSError:
+        model = "mapped-file"  # it keeps what the files are to the guest in `.virtfs_metadata`
+    return word.replace("security_model=none", f"security_model={model},fmode=0644,dmode=0755")
+
+
 class Machine:
     """A machine to boot once. `private` is a directory of ours for its files; the caller removes it.
 
@@ -187,7 +204,7 @@ class Machine:
             word = re.sub(r"path=\S*/virtme_ret\w+", f"path={self._private}/ret", word)  # noqa: PLW2901
             if self._kvm:
                 word = word.replace("accel=kvm:tcg", "accel=kvm")  # noqa: PLW2901
-            adapted.append(word)
+            adapted.append(_mapped(word))
         # One thread of the host for all emulated CPUs: with one each, a kernel that changes its own code (a
         # probe armed, a static key turned) while another CPU runs it was seen to die of a breakpoint that was
         # gone already ("Oops: int3" in __schedule), and of crashes in interrupts between CPUs.

@@ -532,6 +532,18 @@ def test_emulated_cpus_share_a_thread(tmp_path: Path, kvm: bool, command: list[s
     assert made._adapted(command) == told
 
 
+def test_what_a_guest_writes_is_plain_files_on_this_host(tmp_path: Path) -> None:
+    made = object.__new__(Machine)
+    made._kvm, made._private, made.settings = True, tmp_path, make_settings()
+    root = "local,id=a,path=/,security_model=none,readonly=on,multidevs=remap"
+    out = f"local,id=b,path={tmp_path},security_model=none,multidevs=remap"
+    told = made._adapted(["qemu", "-fsdev", root, "-fsdev", out])
+    assert told[2] == root
+    assert re.fullmatch(
+        rf"local,id=b,path={tmp_path},security_model=mapped-(xattr|file),fmode=0644,.*", told[4]
+    )
+
+
 def test_a_guest_counts_instructions_where_that_is_asked_for(tmp_path: Path) -> None:
     made = object.__new__(Machine)
     made._kvm, made._private, made.settings = False, tmp_path, make_settings(accel="icount")
