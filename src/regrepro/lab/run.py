@@ -96,6 +96,9 @@ def lab_run(
     require_tools()
     for sentence in reclaim.reclaim():
         tell.say(f"left by a killed run, given back: {sentence}")
+    for name in arguments:
+        if name.startswith("/"):
+            tell.say(f"{name} is a program: it was run on this machine, too, to read what it declares")
     kernels = Kernels(watcher=tell)
     kernel = kernels.get(lab.kernel)
     out = _made(out)
