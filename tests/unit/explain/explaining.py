@@ -6,6 +6,7 @@ import io
 from pathlib import Path
 from typing import Any
 
+import yaml
 from audit_nodes import Node
 
 from regrepro.audit.audit import audit
@@ -13,6 +14,7 @@ from regrepro.audit.places import open_place
 from regrepro.explain.explain import explain
 
 CORPUS = Path(__file__).parent / "corpus"
+ANSWERS: dict[str, Any] = yaml.safe_load((CORPUS / "answers.yaml").read_text(encoding="utf-8"))
 
 
 WARN = (

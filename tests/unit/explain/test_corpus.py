@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import io
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from regrepro.explain.explain import explain
+from unit.explain.explaining import ANSWERS, CORPUS
 
-CORPUS = Path(__file__).parent / "corpus"
-ANSWERS: dict[str, Any] = json.loads((CORPUS / "answers.json").read_text(encoding="utf-8"))
 EXACT = ("errno", "buffer", "layer", "hosts", "ranks", "devices", "lengths", "tools")
 
 
@@ -32,9 +29,9 @@ def test_fragment(name: str, use_core: bool) -> None:
     result = explain([(name, io.BytesIO(data))], use_core=use_core)
     wanted = ANSWERS[name]
     found = {(group["call"], group["errno"], group["count"]): group for group in result["groups"]}
-    assert set(found) == {(one["call"], one["errno"], one["count"]) for one in wanted["groups"]}
+    assert set(found) == {(one["call"], one["errno"], one.get("count", 1)) for one in wanted["groups"]}
     for one in wanted["groups"]:
-        group = found[one["call"], one["errno"], one["count"]]
+        group = found[one["call"], one["errno"], one.get("count", 1)]
         for key in EXACT:
             if key in one:
                 assert group[key] == one[key], key
@@ -53,8 +50,8 @@ def test_fragment(name: str, use_core: bool) -> None:
         else:
             assert not of(group, "supported"), "a cause is supported that the text does not speak for"
     kinds = {remark["kind"] for remark in result["remarks"]}
-    assert set(wanted["remarks"]) <= kinds
-    assert kinds - set(wanted["remarks"]) <= {"device-command"}
+    remarks = set(wanted.get("remarks", ()))
+    assert remarks <= kinds and kinds - remarks <= {"device-command"}
 
 
 def test_all_fragments_in_one_log_are_told_apart() -> None:
@@ -65,7 +62,7 @@ def test_all_fragments_in_one_log_are_told_apart() -> None:
         if ANSWERS[name]["groups"] and name.startswith(("nccl", "ucx", "libfabric"))
     )
     wanted = sum(
-        one["count"]
+        one.get("count", 1)
         for name, answer in ANSWERS.items()
         if name.startswith(("nccl", "ucx", "libfabric"))
         for one in answer["groups"]

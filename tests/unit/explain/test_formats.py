@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from regrepro.explain import formats, text
 from regrepro.explain.explain import NEEDLES
 from regrepro.explain.scan import Needles, read
-from unit.explain.explaining import CORPUS
+from unit.explain.explaining import ANSWERS, CORPUS
 
 
 def test_needles_cover_the_rules() -> None:
     """Each fragment of the corpus that has an answer is found by the words that the scan looks for."""
-    answers = json.loads((CORPUS / "answers.json").read_text(encoding="utf-8"))
     search = Needles(NEEDLES)
     assert search._scan is not None, "the C core is not built"
-    for name, answer in answers.items():
+    for name, answer in ANSWERS.items():
         if answer["groups"]:
             with (CORPUS / f"{name}.log").open("rb") as file:
                 assert list(read(file, search)), name
