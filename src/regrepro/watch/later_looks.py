@@ -14,6 +14,7 @@ from regrepro.watch.evidence import LOOKS, Evidence
 from regrepro.watch.failed_registration import FailedRegistration
 
 KEPT, KEPT_PAGES = 64, 131_072
+ONES_SHARE = 0.75  # of these, that one user or container may take
 EVENT = "look"
 
 
@@ -68,9 +69,12 @@ class LaterLooks:
 
     def take(self, item: CaughtFailure) -> str:
         """Keep a failure for later looks; return why not, where there are too many."""
-        if len(self.waiting) >= KEPT or sum(one.pages for one in self.waiting) + item.pages > KEPT_PAGES:
-            self.left_out += 1
-            return f"{len(self.waiting)} other failures were being looked at again"
+        own = [one for one in self.waiting if one.failure.owner == item.failure.owner]
+        for others, share in ((self.waiting, 1.0), (own, ONES_SHARE)):
+            pages = sum(one.pages for one in others) + item.pages
+            if len(others) >= KEPT * share or (others and pages > KEPT_PAGES * share):
+                self.left_out += 1
+                return f"{len(others)} other failures were being looked at again"
         self.waiting.append(item)
         return ""
 

@@ -7,7 +7,7 @@ import itertools
 from watch_fakes import later, waiting
 
 from regrepro.watch.evidence import LOOKS
-from regrepro.watch.later_looks import KEPT, KEPT_PAGES, LaterLooks
+from regrepro.watch.later_looks import KEPT, KEPT_PAGES, CaughtFailure, LaterLooks
 
 
 def test_looks_are_few_and_at_growing_distances_beyond_what_io_lasts() -> None:
@@ -24,7 +24,16 @@ def test_looks_are_few_and_at_growing_distances_beyond_what_io_lasts() -> None:
 
 def test_no_more_wait_than_the_bound_and_the_others_say_so() -> None:
     kept = LaterLooks()
-    assert [kept.take(waiting()) for _ in range(KEPT)] == [""] * KEPT
-    assert kept.take(waiting()) == f"{KEPT} other failures were being looked at again" and kept.left_out == 1
+    assert [kept.take(of(1)) for _ in range(48)] == [""] * 48
+    assert kept.take(of(1)) == "48 other failures were being looked at again" and kept.left_out == 1
+    assert [kept.take(of(2)) for _ in range(KEPT - 48)] == [""] * (KEPT - 48)
+    assert kept.take(of(3)) == f"{KEPT} other failures were being looked at again"
     kept = LaterLooks()
-    assert kept.take(waiting(pages=KEPT_PAGES - 1)) == "" and kept.take(waiting()) != ""
+    assert kept.take(of(1, pages=KEPT_PAGES - 1)) == "" and kept.take(of(1)) != "" and kept.take(of(2)) != ""
+
+
+def of(uid: int, **keys: int) -> CaughtFailure:
+    """A failure of a user."""
+    item = waiting(**keys)
+    item.failure.owner = uid, ""
+    return item
