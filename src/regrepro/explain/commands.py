@@ -10,7 +10,7 @@ from typing import Any, BinaryIO, cast
 
 import click
 
-from regrepro.errors import RegreproError, UsageError
+from regrepro.errors import EXIT_UNDECIDED, RegreproError, UsageError
 
 
 @click.command()
@@ -28,7 +28,7 @@ def explain(*, files: tuple[str, ...], audit_file: Path | None, as_json: bool) -
 
     Reads logs of NCCL, UCX, libfabric, PyTorch, perftest and the kernel, and traces of ftrace,
     trace-cmd, bpftrace and retsnoop; from standard input without FILE or with `-`. Files ending in .gz
-    are unpacked.
+    are unpacked. Exit codes: 0, 125 where only lines were found that no rule knows, 2 usage.
     """
     try:
         code = _explain(files or ("-",), audit_file, as_json=as_json)
@@ -56,7 +56,7 @@ def _explain(files: tuple[str, ...], audit_file: Path | None, *, as_json: bool) 
         click.echo(json.dumps(result, indent=1))
     else:
         show(result)
-    return 0
+    return EXIT_UNDECIDED if result["closest"] else 0
 
 
 def _open(name: str, stack: contextlib.ExitStack) -> BinaryIO:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, BinaryIO, TypeVar
 
 from regrepro import __version__
-from regrepro.explain import causes, formats, traces
+from regrepro.explain import causes, closest, formats, traces
 from regrepro.explain.formats import GPU, Failure, Remark
 from regrepro.explain.scan import Found, Needles, read
 from regrepro.explain.text import Where, decode, errno_of, peel, where
@@ -32,7 +32,7 @@ MAX_SESSIONS = 512
 JOIN = 2
 """Lines that are joined to a wrapped one at most."""
 
-_WORDS = frozenset((*formats.NEEDLES, *traces.NEEDLES))
+_WORDS = frozenset((*formats.NEEDLES, *traces.NEEDLES, *closest.NEEDLES))
 NEEDLES = tuple(sorted(word for word in _WORDS if not any(one in word for one in _WORDS - {word})))
 """A word that holds another is found by that one."""
 
@@ -74,6 +74,7 @@ class Explainer:
         self._needles = Needles(NEEDLES, use_core=use_core)
         self._groups: dict[tuple[Any, ...], Group] = {}
         self._remarks: dict[str, dict[str, Any]] = {}
+        self._closest = closest.Closest()
         self._files: list[str] = []
         self._more = 0
         self._pending: list[Pending] = []
@@ -114,6 +115,8 @@ class Explainer:
                 ended = sessions.add(step, found.number, raw.strip()[:SAMPLE_WIDTH])
                 if ended is not None:
                     self._session(ended, sessions.in_sight)
+            elif not self._groups:
+                self._closest.look_at(text, self._file, found.number, SAMPLE_WIDTH)
             return
         if lines > 0:
             self._consumed = found.number + lines
@@ -281,6 +284,7 @@ class Explainer:
             "groups": [self._group(group) for group in groups],
             "remarks": sorted(self._remarks.values(), key=lambda one: -int(one["count"])),
             "more_groups": self._more,
+            "closest": [] if groups else self._closest.lines,
         }
 
     def _supports(self, group: Group) -> dict[str, str]:

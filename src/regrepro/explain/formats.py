@@ -427,8 +427,17 @@ NEEDLES = tuple(dict.fromkeys(word.encode() for entry in MESSAGES for word in en
 """Words that a line must hold to be looked at."""
 
 
+# A word of failing that is none: a count of 0, a setting, what came before it went well.
+_WENT_WELL = re.compile(
+    r"\bsuccess(?:ful(?:ly)?)?\b|\bsucceeded\b|\berrors?\s*[=:]\s*0\b|\bok after\b|error checking",
+    re.IGNORECASE,
+)
+
+
 def parse_line(text: str) -> Parsed | None:
-    """Read one line; None where it says nothing of a registration."""
+    """Read one line; None where it says nothing of a registration, or that it went well."""
+    if _WENT_WELL.search(text) and errno_of(text) is None:
+        return None
     return next((parsed for entry in MESSAGES if (parsed := entry.read(text)) is not None), None)
 
 

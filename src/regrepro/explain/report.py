@@ -12,6 +12,11 @@ from regrepro.views.lines import PLAIN_WIDTH, Line, emit, width_of, wrap
 STYLES = {"decided": "bold green", "supported": "bold yellow", "possible": "", "impossible": "dim"}
 MARKS = {"decided": "it is", "supported": "hints", "possible": "can be", "impossible": "cannot be"}
 
+_NEXT = (
+    "What to do: collect the call and its errno (NCCL_DEBUG=INFO, UCX_LOG_LEVEL=info, the kernel's log, or "
+    "`regrepro watch` on the node while it fails), and explain that."
+)
+
 
 def ranges(numbers: list[int]) -> str:
     """Write numbers as ranges: 0-3, 7."""
@@ -37,7 +42,12 @@ def layout(result: dict[str, Any], width: int) -> list[Line]:
     """Lay it out: each group with its causes, then what else the text says."""
     lines: list[Line] = []
     names = _some(result["files"])
-    if not result["groups"]:
+    if result["closest"]:
+        lines += wrap(f"Nothing that I know failed in {names}; the closest lines are these:", width)
+        for one in result["closest"]:
+            lines += wrap("{file}:{line}: {text}".format(**one), width, "      ", first="  - ")
+        lines += wrap(_NEXT, width)
+    elif not result["groups"]:
         lines += wrap(f"No failed memory registration in {names}.", width)
     for number, group in enumerate(result["groups"], 1):
         lines += _group(number, group, width)
