@@ -50,7 +50,7 @@ _MAGIC = (
     (b"PK\x03\x04", "zip"),
     (b"PK\x05\x06", "zip"),
 )
-_BROKEN = (tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, OSError, ValueError)
+BROKEN = (tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, OSError, ValueError)
 
 
 def kind(head: bytes) -> str:
@@ -231,7 +231,7 @@ def unpack(path: Path, into: Path) -> None:
         raise
     except MemoryError:
         raise UsageError(f"{name} is refused", why="unpacking it takes too much memory") from None
-    except (*_BROKEN, NotImplementedError, RuntimeError) as error:
+    except (*BROKEN, NotImplementedError, RuntimeError) as error:
         raise UsageError(
             f"{name} cannot be read",
             why=f"it is broken or cut ({str(error) or type(error).__name__})",

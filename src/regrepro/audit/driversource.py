@@ -454,7 +454,7 @@ def _texts_of_package(path: Path) -> dict[str, str]:
         raise
     except MemoryError:
         raise UsageError(f"{name} is refused", why="unpacking it takes too much memory") from None
-    except archive._BROKEN as error:
+    except archive.BROKEN as error:
         raise UsageError(
             f"{name} cannot be read", why=f"it is broken or cut ({str(error) or type(error).__name__})"
         ) from None

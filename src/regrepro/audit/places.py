@@ -146,7 +146,7 @@ def _from_file(path: Path, where: str = "") -> Reader | None:
                 return bug_report(_rest(start, stream), where)
         except UsageError:
             raise
-        except archive._BROKEN as error:
+        except archive.BROKEN as error:
             raise UsageError(
                 f"{path.name} cannot be read",
                 why=f"it is broken or cut ({str(error) or type(error).__name__})",
@@ -168,7 +168,7 @@ def _start(stream: BinaryIO) -> bytes:
         while size < 1 << 16 and (part := stream.read1(1 << 14)):  # type: ignore[attr-defined]
             parts.append(part)
             size += len(part)
-    except archive._BROKEN:
+    except archive.BROKEN:
         if not parts:
             raise
     return b"".join(parts)
@@ -184,7 +184,7 @@ def _rest(start: bytes, stream: BinaryIO) -> str:
             size += len(part)
     except UsageError:
         raise
-    except archive._BROKEN:
+    except archive.BROKEN:
         pass
     return b"".join(parts).decode("utf-8", "replace")
 

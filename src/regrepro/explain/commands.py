@@ -6,11 +6,12 @@ import contextlib
 import json
 import sys
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 import click
 
 from regrepro.errors import EXIT_UNDECIDED, RegreproError, UsageError
+from regrepro.foreign import visible
 
 
 @click.command()
@@ -27,8 +28,8 @@ def explain(*, files: tuple[str, ...], audit_file: Path | None, as_json: bool) -
     """What does this log mean? Finds failed memory registrations and says what they can and cannot be.
 
     Reads logs of NCCL, UCX, libfabric, PyTorch, perftest and the kernel, and traces of ftrace,
-    trace-cmd, bpftrace and retsnoop; from standard input without FILE or with `-`. Files ending in .gz
-    are unpacked. Exit codes: 0, 125 where only lines were found that no rule knows, 2 usage.
+    trace-cmd, bpftrace and retsnoop; from standard input without FILE or with `-`. What is packed is
+    unpacked. Exit codes: 0, 125 where only lines were found that no rule knows, 2 usage.
     """
     try:
         code = _explain(files or ("-",), audit_file, as_json=as_json)
@@ -39,41 +40,35 @@ def explain(*, files: tuple[str, ...], audit_file: Path | None, as_json: bool) -
 
 
 def _explain(files: tuple[str, ...], audit_file: Path | None, *, as_json: bool) -> int:
+    from regrepro.audit.archive import BROKEN
     from regrepro.explain.explain import Explainer
+    from regrepro.explain.opening import Texts
     from regrepro.explain.report import show
 
     explainer = Explainer(read_audit(audit_file) if audit_file is not None else None)
-    for name in files:
+    damaged: list[str] = []
+    for given in files:
         with contextlib.ExitStack() as stack:
-            shown = "standard input" if name == "-" else name
+            shown = "standard input" if given == "-" else given
+            texts = Texts(stack)
+            if given == "-" and sys.stdin.isatty():
+                click.echo("regrepro explain: reading what you type or paste, until Ctrl-D", err=True)
             try:
-                explainer.read_file(shown, _open(name, stack))
-            except (OSError, EOFError) as error:
+                for name, text in texts.of(given):
+                    explainer.read_file(name, text)
+            except (*BROKEN, OSError, EOFError) as error:
                 why = getattr(error, "strerror", None) or str(error) or "it ends too early"
                 raise UsageError(f"{shown} cannot be read", why=why) from None
+            damaged += texts.damaged
+    for sentence in damaged:
+        click.echo(f"regrepro explain: {visible(sentence)}", err=True)
     result = explainer.result()
     if as_json:
         click.echo(json.dumps(result, indent=1))
     else:
         show(result)
-    return EXIT_UNDECIDED if result["closest"] else 0
-
-
-def _open(name: str, stack: contextlib.ExitStack) -> BinaryIO:
-    if name == "-":
-        return sys.stdin.buffer
-    path = Path(name)
-    if path.is_dir():
-        raise UsageError(f"{name} is a folder", hint="give the log files in it")
-    file = stack.enter_context(path.open("rb", buffering=0))
-    head = file.read(2) if path.suffix == ".gz" else b""
-    if path.suffix == ".gz":
-        file.seek(0)
-    if head == b"\x1f\x8b":
-        import gzip
-
-        return cast(BinaryIO, stack.enter_context(gzip.GzipFile(fileobj=file, mode="rb")))
-    return cast(BinaryIO, file)
+    missed = bool(damaged) and not result["groups"]
+    return EXIT_UNDECIDED if result["closest"] or missed else 0
 
 
 def read_audit(path: Path) -> dict[str, Any]:

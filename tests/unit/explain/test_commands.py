@@ -32,7 +32,7 @@ def test_command_line_errors_are_one_line(tmp_path: Path) -> None:
     log = tmp_path / "job.log"
     log.write_text(LOG, encoding="utf-8")
     cut = tmp_path / "cut.gz"
-    cut.write_bytes(gzip.compress(LOG.encode() * 1000)[:60])
+    cut.write_bytes(gzip.compress(LOG.encode() * 1000)[:15])
     wrong = tmp_path / "wrong.json"
     wrong.write_text("{}", encoding="utf-8")
     for arguments in (["/nonexistent"], [str(tmp_path)], [str(cut)], ["--audit", str(wrong), str(log)],
