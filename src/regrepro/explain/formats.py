@@ -23,7 +23,7 @@ GPU = "gpu"
 
 REG_CALL = (
     r"(?:ibv_(?:exp_|cmd_)?reg_mr(?:_iova2?|_ex)?|ibv_reg_dmabuf_mr(?:_ex)?|mlx5dv_reg_dmabuf_mr|"
-    r"fi_mr_reg(?:v|attr)?)"
+    r"mlx5dv_devx_umem_reg(?:_ex)?|fi_mr_reg(?:v|attr)?)"
 )
 
 
@@ -190,6 +190,18 @@ def _efa(failure: Failure, match: re.Match[str], line: str) -> Parsed:
     return failure
 
 
+def _gdrdrv(failure: Failure, match: re.Match[str], line: str) -> Parsed:
+    failure.left = ("bar-map", "peer-memory")
+    if failure.errno == "ENOMEM":
+        failure.hints.append("the driver answers so where BAR1 has no room left for what is to be mapped")
+    return failure
+
+
+def _follows(failure: Failure, match: re.Match[str], line: str) -> Parsed:
+    failure.consequence = True
+    return failure
+
+
 def _verb(failure: Failure, match: re.Match[str], line: str) -> Parsed:
     if "libfabric:" in line:
         failure.tool = "libfabric"
@@ -199,6 +211,15 @@ def _verb(failure: Failure, match: re.Match[str], line: str) -> Parsed:
 def _returned(failure: Failure, match: re.Match[str], line: str) -> Parsed:
     """The kernel tells what one of its functions returned: a trace of one return."""
     failure.trace = Trace("spoiled", "it is a log's", returns=[(failure.call, -abs(int(match["number"])))])
+    return failure
+
+
+def _mooncake(failure: Failure, match: re.Match[str], line: str) -> Parsed:
+    if failure.errno == "EFAULT":
+        failure.hints.append(
+            "memory of CUDA's VMM API (PyTorch's expandable_segments:True) no peer memory registers: try "
+            "expandable_segments:False, or DMA-BUF"
+        )
     return failure
 
 
@@ -232,9 +253,40 @@ MESSAGES: tuple[Message, ...] = (
         r"(?=\s*$|\s*[,;\"\\\]\[(]|\s{2}|\.\s|\.$))?",
         more=_nccl,
     ),
+    Message(  # mooncake-transfer-engine/src/transport/rdma_transport/rdma_context.cpp
+        "Mooncake",
+        "to register memory",
+        r"rdma_context\.cpp:\d{1,6}\] Failed to register memory (?P<address>0x[0-9a-f]{1,16}): "
+        r"(?P<error>[A-Z][\w /]{2,60}?) \[(?P<number>\d{1,3})\]",
+        "ibv_reg_mr",
+        more=_mooncake,
+    ),
+    Message(  # vfio_pin_pages_remote() and vfio_lock_acct(), drivers/vfio/vfio_iommu_type1.c
+        "kernel",
+        "RLIMIT_MEMLOCK",
+        r"\b(?P<call>vfio_pin_pages_remote|vfio_pin_page_external|vfio_lock_acct)\b.{0,40}RLIMIT_MEMLOCK "
+        r"\((?P<limit>\d{1,20})\) exceeded",
+        buffer=HOST,
+        layer="memlock-accounting",
+        why="VFIO's mapping is charged to the limit of {limit} bytes, which the kernel says is exceeded",
+    ),
+    Message(
+        "VFIO",
+        "VFIO_MAP_DMA",
+        r"\b(?P<call>VFIO_MAP_DMA)\b.{0,20}failed: (?P<error>[A-Z][\w /]{2,60})",
+        buffer=HOST,
+        more=_follows,
+    ),
+    Message(  # gdrdrv's __gdrdrv_pin_buffer()
+        "kernel",
+        "nvidia_p2p_",
+        r"gdrdrv:\w{1,40}:(?P<call>nvidia_p2p_get_pages)\(.{0,200}\) failed \[ret = (?P<number>-\d{1,4})\]",
+        buffer=GPU,
+        more=_gdrdrv,
+    ),
     Message(
         "UCX",
-        "_reg_mr|dmabuf_mr|fi_mr_reg",
+        "_reg_mr|dmabuf_mr|fi_mr_reg|umem_reg",
         rf"(?P<call>{REG_CALL})\((?P<arguments>[^()]{{0,300}})\)\s{{0,4}}failed\s?:\s{{0,4}}"
         rf"(?P<error>[A-Z][\w/ -]{{2,60}})",
         more=_ucx,
@@ -298,7 +350,7 @@ MESSAGES: tuple[Message, ...] = (
     Message(
         "kernel",
         "umem get failed",
-        r"(?P<device>mlx[45]_\w{1,20}): \w{0,20}mr_umem_get:?.{0,40}umem get failed "
+        r"(?P<device>mlx[45]_\w{1,20}):\s?\w{0,20}mr_umem_get:?.{0,40}umem get failed "
         r"\((?P<number>-?\d{1,4})\)",
         "ib_umem_get",
         more=_returned,

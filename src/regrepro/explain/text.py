@@ -141,8 +141,8 @@ def errno_of(text: str) -> str | None:
         if name in _NAMES:
             return str(name)
     match = re.search(
-        r"(?:errno|error|err|status|ret "
-        r"is|RC|rc)\s?[:=(]?\s?\(?(-?\d{1,3})\b|\((-?\d{1,3})\)|:\s?(-\d{1,3})\b",
+        r"(?:errno|error(?: code)?|err|status|ret(?:urned| is)?|RC|rc)\s?[:=(]?\s?\(?(-?\d{1,3})\b"
+        r"|\((-?\d{1,3})\)|:\s?(-\d{1,3})\b|failed:? (-?\d{1,3})\b|\[(-?\d{1,3})\]\s*$",
         text,
     )
     if match:
