@@ -39,6 +39,7 @@ def weigh(
     buffer: str | None,
     *,
     supports: dict[str, str] | None = None,
+    excludes: dict[str, str] | None = None,
     audit: dict[str, Any] | None = None,
 ) -> list[dict[str, str]]:
     """Weigh every cause that the judge leaves for one kind of failure, and those that it excludes. Returns
@@ -51,6 +52,7 @@ def weigh(
     for name, why in (supports or {}).items():
         if name in status and status[name][0] == POSSIBLE:
             status[name] = (SUPPORTED, why)
+    status |= {name: (IMPOSSIBLE, why) for name, why in (excludes or {}).items() if name in status}
     if audit is not None:
         narrow(status, audit, errno, buffer)
     if not any(state != IMPOSSIBLE for state, _ in status.values()):

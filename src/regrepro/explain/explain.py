@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, BinaryIO, TypeVar
 
 from regrepro import __version__
-from regrepro.explain import causes, closest, formats, traces
+from regrepro.explain import causes, closest, formats, said, traces
 from regrepro.explain.formats import GPU, Failure, Remark
 from regrepro.explain.scan import Found, Needles, read
 from regrepro.explain.text import Where, decode, errno_of, peel, where
@@ -32,7 +32,7 @@ MAX_SESSIONS = 512
 JOIN = 2
 """Lines that are joined to a wrapped one at most."""
 
-_WORDS = frozenset((*formats.NEEDLES, *traces.NEEDLES, *closest.NEEDLES))
+_WORDS = frozenset((*formats.NEEDLES, *traces.NEEDLES, *closest.NEEDLES, *said.NEEDLES))
 NEEDLES = tuple(sorted(word for word in _WORDS if not any(one in word for one in _WORDS - {word})))
 """A word that holds another is found by that one."""
 
@@ -75,6 +75,7 @@ class Explainer:
         self._groups: dict[tuple[Any, ...], Group] = {}
         self._remarks: dict[str, dict[str, Any]] = {}
         self._closest = closest.Closest()
+        self._said = said.Said()
         self._files: list[str] = []
         self._more = 0
         self._pending: list[Pending] = []
@@ -108,6 +109,8 @@ class Explainer:
         if self._context(raw):
             return
         text = peel(raw)
+        if self._said.look_at(text):
+            return
         parsed, lines = self._parse(text, found)
         if parsed is None:
             step = traces.parse_line(raw)
@@ -289,7 +292,7 @@ class Explainer:
 
     def _supports(self, group: Group) -> dict[str, str]:
         """What elsewhere in the text speaks for a cause of this group."""
-        supports: dict[str, str] = {}
+        supports = self._said.supports()
         for remark in self._remarks.values():
             if remark["supports"]:
                 why = f"{remark['why']} (said {remark['count']} times in the same text)"
@@ -305,7 +308,12 @@ class Explainer:
 
     def _group(self, group: Group) -> dict[str, Any]:
         weighed = causes.weigh(
-            group.decision, group.errno, group.buffer, supports=self._supports(group), audit=self.audit
+            group.decision,
+            group.errno,
+            group.buffer,
+            supports=self._supports(group),
+            excludes=self._said.excludes(),
+            audit=self.audit,
         )
         return {
             "call": group.call,
