@@ -9,7 +9,7 @@ import re
 
 NEEDLES = (
     *(b"egist", b"EGIST", b"umem", b"p2p_get", b"p2p_free", b"MAP_DMA", b"MEMLOCK", b"locked mem"),
-    *(b"migration failure", b"PFNs busy", b"Libfabric error"),
+    b"PFNs busy",
 )
 KEPT = 5
 _WHAT = re.compile(
@@ -22,8 +22,8 @@ _FAILED = re.compile(
     r"\b(?:fail(?:ed|ure|s)?|error|cannot|can't|could not|unable|not registered|exceeded|invalid)\b",
     re.IGNORECASE,
 )
-# What says it without such words: the kernel of pages that are held, MPI of a limit.
-_ALONE = re.compile(r"migration failure|PFNs busy|Registerable memory|Libfabric error: \(-[1-9]")
+# What says it without such words: the kernel of pages that are held.
+_ALONE = re.compile(r"PFNs busy")
 # What is denied, went well, is a setting, or is source code.
 _NOT = re.compile(
     r"\b(?:no|0|zero|without) (?:fail|err)|\b(?:errors?|failures?|failed|rc|ret|status)\s*[=:]\s*0\b"

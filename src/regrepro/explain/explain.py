@@ -112,6 +112,7 @@ class Explainer:
         if self._said.look_at(text):
             return
         parsed, lines = self._parse(text, found)
+        parsed = parsed or formats.page_dump(text, map(decode, reversed(found.before)))
         if parsed is None:
             step = traces.parse_line(raw)
             if step is not None:

@@ -8,7 +8,7 @@ Messages are those of the tools' public sources: NCCL (src/misc/ibvwrap.cc), aws
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -428,6 +428,70 @@ MESSAGES: tuple[Message, ...] = (
         supports="dma-map",
         why="the IOMMU has no addresses left",
     ),
+    Message(  # nvidia-peermem.c: the callback of memory that goes meets the release of its pages
+        "kernel",
+        "p2p_free_callback",
+        r"(?P<call>nv_get_p2p_free_callback)\b.{0,20}ERROR detected invalid context",
+        buffer=GPU,
+        layer="peer-memory",
+        why="peer memory's teardown race (class A): the driver's invalidation met the release of the pages; "
+        "525.105.17, 535.43.02 and later have an API without it, DMA-BUF does without peer memory",
+    ),
+    Message(
+        "libfabric",
+        "Libfabric error",
+        r"Libfabric error: \((?P<number>-\d{1,3})\)",
+        "an internal call of libfabric (not named)",
+        buffer=HOST,
+    ),
+    Message(  # src/modules/transport/ibrc/ibrc.cpp
+        "NVSHMEM",
+        "mem registration failed",
+        r"ib(?:rc|devx|gda)\.cpp:\d{1,5}: NULL value mem registration failed",
+        "ibv_reg_mr",
+        buffer=GPU,
+    ),
+    Message(  # ib_ctx_handler.cpp
+        "libvma",
+        "mem_reg",
+        r"Failure in mem_reg: addr=(?P<address>0x[0-9a-f]{1,16}), length=(?P<length>\d{1,20})"
+        r".{0,200}?ibv_dev=(?P<device>\w{1,30})",
+        "ibv_reg_mr",
+        buffer=HOST,
+    ),
+    Message(
+        "libvma",
+        "MTT entries",
+        r"might happen due to low MTT entries",
+        remark="mtt",
+        supports="mkey",
+        why="libvma says that the MTT entries may be too few: log_num_mtt and log_mtts_per_seg of mlx4_core",
+    ),
+    Message(  # help-mpi-btl-openib.txt
+        "Open MPI",
+        "Registerable memory",
+        r"Registerable memory:\s+(?P<able>\d{1,9}) MiB",
+        remark="registerable-memory",
+        supports="mkey",
+        why="only {able} MiB can be registered: log_num_mtt and log_mtts_per_seg of mlx4_core",
+    ),
+    Message(
+        "Open MPI",
+        "Memlock limit",
+        r"^\s*Memlock limit:\s+(?P<limit>\d{1,20})\s*$",
+        "an allocation of locked memory (not named)",
+        buffer=HOST,
+        layer="memlock-accounting",
+        why="the openib BTL could not lock memory under a limit of {limit} bytes",
+    ),
+    Message(
+        "kernel",
+        "NV_ERR_NO_MEMORY",
+        r"NVRM:.{0,120}NV_ERR_NO_MEMORY",
+        remark="nvrm-no-memory",
+        why="the GPU driver's own allocation failed: memory of the GPU is short, or the host's; which "
+        "of the failures is the first the times tell",
+    ),
     Message(
         "kernel",
         "NVRM: failed",
@@ -475,7 +539,34 @@ MESSAGES: tuple[Message, ...] = (
     ),
 )
 
-NEEDLES = tuple(dict.fromkeys(word.encode() for entry in MESSAGES for word in entry.words.split("|")))
+_DUMPED = re.compile(r"\brefcount:\s?(\d{1,9}) mapcount:\s?(-?\d{1,9})")
+PIN_BIAS = 1024  # GUP_PIN_COUNTING_BIAS, include/linux/mm.h
+
+
+def page_dump(text: str, before: Iterable[str]) -> Failure | None:
+    """Read the kernel's dump of a page that it could not move (dump_page(), mm/debug.c); `before`: the lines
+    before the one that says why.
+    """
+    if "page dumped because: migration failure" not in text:
+        return None
+    found = next((found for line in before if (found := _DUMPED.search(line))), None)
+    why = "the kernel could not move a page out of an area that it wanted"
+    if found:
+        references, mapped = int(found[1]), max(int(found[2]), 0)
+        pins, rest = divmod(max(references - mapped, 0), PIN_BIAS)
+        held = (
+            f"{pins} FOLL_PIN ({PIN_BIAS} references each)"
+            if pins
+            else f"{rest} references beyond its mappings"
+        )
+        why += f": it had {references} references and was mapped {mapped} times, so that {held} held it"
+    return Failure("kernel", "migrate_pages", None, text, layer="page-migration", layer_why=why)
+
+
+NEEDLES = (
+    *dict.fromkeys(word.encode() for entry in MESSAGES for word in entry.words.split("|")),
+    b"migration failure",
+)
 """Words that a line must hold to be looked at."""
 
 

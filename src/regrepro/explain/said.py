@@ -6,10 +6,11 @@ import re
 
 from regrepro.options import format_size
 
-NEEDLES = (b"ax locked memory", b"CmaTotal:", b"CmaFree:")
+NEEDLES = (b"ax locked memory", b"ulimit -l", b"CmaTotal:", b"CmaFree:")
 # /proc/PID/limits in bytes, `ulimit -a` in KiB, /proc/meminfo.
 _LIMIT = re.compile(r"^\s*Max locked memory\s+(unlimited|\d{1,20})\s+(?:unlimited|\d{1,20})\b")
 _ULIMIT = re.compile(r"^\s*max locked memory\s+\(kbytes,(?: -l)?\)\s+(?:\(-l\) )?(unlimited|\d{1,18})\s*$")
+_INLINE = re.compile(r"\bulimit -l\)?\s*[:=]?\s*(unlimited|\d{1,18})\b")
 _CMA = re.compile(r"\b(CmaTotal|CmaFree):\s+(\d{1,18}) kB")
 # The kernel's counters of free pages drift by what each CPU keeps back (mm/vmstat.c).
 _DRIFT, _MUCH = 64 << 20, 64 << 20
@@ -24,13 +25,13 @@ class Said:
 
     def look_at(self, text: str) -> bool:
         """Take a line; whether it was such a fact."""
-        limit = _LIMIT.match(text) or _ULIMIT.match(text)
+        limit = _LIMIT.match(text) or _ULIMIT.match(text) or _INLINE.search(text)
         if limit and len(self._limits) < 4096:
             unit = 1 if limit.re is _LIMIT else 1024
             self._limits.append(None if limit[1] == "unlimited" else int(limit[1]) * unit)
         cma = _CMA.findall(text)
         self._cma.update({name: int(size) << 10 for name, size in cma})
-        return bool(limit or cma)
+        return bool(cma or (limit and limit.re is not _INLINE))
 
     def supports(self) -> dict[str, str]:
         """Return the causes that this speaks for, and why."""
