@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 import io
+import json
 import shutil
 import subprocess
 import sys
@@ -28,6 +29,7 @@ _MARKS = (
     (codecs.BOM_UTF16_BE, "utf-16"),
 )
 _JOURNAL = b"LPKSHHRH"  # systemd's journal-def.h
+_LINE = 16 << 20  # bytes of one entry of journald's JSON
 _DEPTH = 3  # archives in archives
 _LARGE = 1 << 40  # bytes: of what is piped the packed size is not known
 
@@ -73,6 +75,42 @@ class _Stream(io.RawIOBase):
             return b""
         self._any = self._any or bool(part)
         return part
+
+
+class _Journald(io.RawIOBase):
+    """journald's JSON, an object a line, as its messages: each is a text, or an array of bytes."""
+
+    def __init__(self, source: BinaryIO) -> None:
+        self._source = source
+        self._ready = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: object) -> int:
+        view = memoryview(buffer)  # type: ignore[arg-type]
+        while not self._ready:
+            line = self._source.readline(_LINE)
+            if not line:
+                return 0
+            self._ready = _message(line)
+        taken, self._ready = self._ready[: len(view)], self._ready[len(view) :]
+        view[: len(taken)] = taken
+        return len(taken)
+
+
+def _message(line: bytes) -> bytes:
+    """Return an entry of journald as a line of its log; what is none stays as it is."""
+    try:
+        entry = json.loads(line)
+        told = entry["MESSAGE"]
+        message = bytes(told).decode(errors="replace") if isinstance(told, list) else str(told or "")
+        head = (
+            f"{entry.get('_HOSTNAME', '-')} {entry.get('SYSLOG_IDENTIFIER', '-')}[{entry.get('_PID', 0)}]: "
+        )
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return line
+    return "".join(f"{head}{part}\n" for part in message.splitlines() or [""]).encode("utf-8", "replace")
 
 
 class Texts:
@@ -146,6 +184,8 @@ class Texts:
             raise UsageError(
                 f"{name} is no text", why="it holds bytes that no text does", hint="give the log itself"
             )
+        if head.startswith(b"{") and b'"MESSAGE"' in head and b'"__CURSOR"' in head:
+            return cast(BinaryIO, io.BufferedReader(_Journald(self._stream(name, source))))
         returns = b"\r" in head and b"\n" not in head and not encoding
         return self._stream(name, source, encoding, returns=returns)
 

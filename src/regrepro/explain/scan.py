@@ -11,7 +11,8 @@ from typing import Any, BinaryIO
 
 CHUNK = 1 << 20
 MAX_LINE = 1 << 16
-"""A line longer than this is cut into pieces."""
+"""A line longer than this is looked at in pieces."""
+_OVERLAP = 2048
 AROUND = 3
 """Lines before and after a found one that come with it: a wrapped line goes on there."""
 SPANS = 4096
@@ -106,12 +107,9 @@ def read(file: BinaryIO, needles: Needles) -> Iterator[Found]:
                 break
             last_number += needles.newlines(data, last_start, start)
             last_start = start
-            yield Found(
-                last_number + 1,
-                data[start : min(end, start + MAX_LINE)],
-                _before(data, start),
-                _after(data, end),
-            )
+            before, after = _before(data, start), _after(data, end)
+            for piece in _pieces(data, start, end, needles.needles):
+                yield Found(last_number + 1, piece, before, after)
         if at_end:
             return
         keep = _lines_back(data, limit, AROUND)
@@ -119,6 +117,17 @@ def read(file: BinaryIO, needles: Needles) -> Iterator[Found]:
         number += needles.newlines(data, 0, keep)
         held = data[keep:]
         decided = limit - keep
+
+
+def _pieces(data: bytes, start: int, end: int, needles: tuple[bytes, ...]) -> Iterator[bytes]:
+    """Yield a line, or of a long one (a log in JSON) each piece that holds a needle; pieces overlap."""
+    if end - start <= MAX_LINE:
+        yield data[start:end]
+        return
+    for at in range(start, end, MAX_LINE - _OVERLAP):
+        piece = data[at : min(end, at + MAX_LINE)]
+        if any(needle in piece for needle in needles):
+            yield piece
 
 
 def _lines_back(data: bytes, end: int, count: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bz2
 import gzip
 import io
+import json
 import lzma
 import os
 import random
@@ -44,6 +45,15 @@ def zipped(**members: bytes) -> bytes:
     return made.getvalue()
 
 
+def journald(text: str, *, as_bytes: bool) -> bytes:
+    """What `journalctl -o json` prints: a message that is no clean text is an array of bytes."""
+    entries = []
+    for line in text.splitlines():
+        told = list(line.encode()) if as_bytes else line
+        entries.append({"__CURSOR": "s=1", "_HOSTNAME": "n1", "_PID": "7", "MESSAGE": told})
+    return "".join(json.dumps(entry) + "\n" for entry in entries).encode()
+
+
 BINARY = bytes(range(256)) * 64
 SHAPES = {
     "plain": DATA,
@@ -60,6 +70,9 @@ SHAPES = {
     "cr only": TEXT.replace("\n", "\r").encode(),
     "crlf": TEXT.replace("\n", "\r\n").encode(),
     "colours": f"\x1b[31m{LOG.strip()}\x1b[0m\n".encode(),
+    "journald's json": journald(TEXT, as_bytes=False),
+    "journald's json, bytes": journald(TEXT, as_bytes=True),
+    "a long line of json": json.dumps({"log": "x" * 100_000, "line": LOG, "more": "y" * 100_000}).encode(),
     "gzip of utf-16": gzip.compress(TEXT.encode("utf-16")),
     "zip": zipped(a=NOISE.encode(), b=DATA),
     "tar": tarred(rank0=NOISE.encode(), rank1=DATA, core=BINARY),
