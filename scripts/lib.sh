@@ -82,8 +82,8 @@ as_root() {
 }
 
 # Whatever this machine's apt allows (a source that is marked trusted stays what it is).
-SIGNED_ONLY=(-o Acquire::AllowInsecureRepositories=false -o Acquire::AllowDowngradeToInsecureRepositories=false
-	-o APT::Get::AllowUnauthenticated=false)
+SIGNED_ONLY=(-o Acquire::AllowInsecureRepositories=false -o Acquire::AllowWeakRepositories=false
+	-o Acquire::AllowDowngradeToInsecureRepositories=false -o APT::Get::AllowUnauthenticated=false)
 apt_install() {
 	as_root env DEBIAN_FRONTEND=noninteractive apt-get "${SIGNED_ONLY[@]}" install -y -q --no-install-recommends "$@"
 }

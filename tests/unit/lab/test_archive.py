@@ -261,8 +261,10 @@ def test_the_configuration_is_private(kept: Archive, tmp_path: Path) -> None:
     assert f'Dir::State::lists "{tmp_path}/lists"' in text
     assert 'Dir::Etc::sourceparts "-"' in text
     assert "#clear APT::Update::Post-Invoke;" in text
-    for name in ("Acquire::AllowInsecureRepositories", "APT::Get::AllowUnauthenticated"):
+    off = ("AllowInsecureRepositories", "AllowWeakRepositories", "AllowDowngradeToInsecureRepositories")
+    for name in (*(f"Acquire::{name}" for name in off), "APT::Get::AllowUnauthenticated"):
         assert f'{name} "false";' in text
+        assert f"{name}=false" in (Path(__file__).parents[3] / "scripts/lib.sh").read_text()
     sources = tmp_path / "sources.list"
     assert "signed-by=/k.gpg" in sources.read_text()
     assert sources.stat().st_mode & 0o077 == 0, "it may hold a mirror's password"

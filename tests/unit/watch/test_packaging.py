@@ -74,6 +74,7 @@ def test_the_unit_has_the_capabilities_that_watch_needs_and_no_more() -> None:
     ):
         assert name not in unit
     assert {"bpf", "perf_event_open"} <= set(unit["SystemCallFilter"][0].split())
+    assert unit["SystemCallErrorNumber"] == ["EPERM"]  # what is refused is an error, and kills nothing
     assert unit["UMask"] == ["0077"] and unit["StateDirectoryMode"] == ["0700"]
     assert unit["RestrictNamespaces"] == unit["LockPersonality"] == unit["PrivateNetwork"] == ["yes"]
 
