@@ -88,6 +88,13 @@ def test_nodes_share_memory_and_cpus() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("boot", "random"), [("hugetlb_cma=2G", False), ("hugetlb-cma=0:1G", False), ("cma=2G", True)]
+)
+def test_the_kernel_does_not_lie_where_a_gigantic_page_must(boot: str, random: bool) -> None:
+    assert ("nokaslr" not in make_settings(boot=[boot], numa=2).virtme_arguments()) == random
+
+
 def test_nodes_may_have_a_size_each() -> None:
     settings = make_settings(numa=(1001 * MIB, 999 * MIB + 7), cpus=2)
     assert settings.virtme_arguments() == [
