@@ -542,7 +542,7 @@ def one_at_a_time(scratch: Path, watcher: Watcher) -> None:
         check=False,
     )
     named = f"process {watcher.process.pid} " in done.stderr
-    check("a second watch says who holds the first", done.returncode == 2 and named, done.stderr)
+    check("a second watch says who holds the first", done.returncode == 125 and named, done.stderr)
 
 
 def rotates(watcher: Watcher) -> None:
