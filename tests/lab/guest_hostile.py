@@ -60,6 +60,7 @@ def fresh_processes(name: str) -> None:
                 with_device(name, fails)()
             os._exit(0)
         os.waitpid(pid, 0)
+        time.sleep(0.2)  # more than is recorded, and not all of an emulated CPU
 
 
 def forges(name: str) -> int:
@@ -79,7 +80,7 @@ def forging(name: str) -> None:
     os.setuid(FORGER)
     while True:
         with_device(name, fails)()
-        time.sleep(0.5)
+        time.sleep(1)
 
 
 def maps_libraries(name: str, directory: Path) -> None:
@@ -97,7 +98,7 @@ def maps_libraries(name: str, directory: Path) -> None:
         held += [memory_map(other) for _ in range(MAPPINGS)]
     while True:
         with_device(name, fails)()
-        time.sleep(0.5)
+        time.sleep(4)
 
 
 def memory_map(fd: int) -> object:
